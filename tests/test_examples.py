@@ -170,6 +170,17 @@ def test_the_picture_of_scaling_is_drawn(example, tmp_path):
     assert all(f"(distributed/{path.name})" in page and is_picture(path) for path in drawn)
 
 
+@pytest.mark.example("scale_scores")
+def test_division_keeps_weights_from_saturating(example, tmp_path):
+    effects = example.main(tmp_path / "scaling.png")
+    assert (effects[0].plain.ranked == effects[0].scaled.ranked).all()
+    plain_keys, scaled_keys = ([getattr(e, side).keys for e in effects] for side in ("plain", "scaled"))
+    assert plain_keys == sorted(plain_keys, reverse=True)
+    assert plain_keys[-1] < 2 < 10 < min(scaled_keys)
+    assert effects[-1].plain.gradient < effects[-1].scaled.gradient / 3
+    assert is_picture(tmp_path / "scaling.png")
+
+
 def sharpened(model):
     """The model with attention that is far from equal weights: its random weights are too small for that."""
     with torch.no_grad():

@@ -126,11 +126,11 @@ def test_explain_fits_any_console(text, width):
     assert "⋯ " in console.file.getvalue() or len(text) < 4
 
 
-def test_explain_draws_two_figures(run, tmp_path):
+def test_explain_draws_a_figure(run, tmp_path):
     code, out, _ = run("explain", "--figure", str(tmp_path / "cat.svg"))
     assert code == 0
     assert "Wrote" in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat-scaling.svg", "cat.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat.svg"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_info_says_which_versions_are_newer_than_the_tried_ones(run, monkeypatch
 
 def test_info_prints_the_gpu_that_torch_finds(run, monkeypatch):
     """The CPU stands in for the GPU."""
-    from sightline.torch import kernels
+    from sightline.torch.dispatch import kernels
 
     on_device = support(kernels(), "cpu")
     assert set(on_device["fused"]) == set(SAMPLES)

@@ -20,7 +20,8 @@ from sightline.formula.tables import Table
 from sightline.reference.accuracy import compute_baseline, dense_attention, gradient_term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
-from sightline.torch import kernels, scaled_dot_product_attention
+from sightline.torch import scaled_dot_product_attention
+from sightline.torch.dispatch import kernels
 from sightline.torch.operator import attention as attention_operator
 from sightline.torch.operator import attention_backward, find_float_tables, read_arguments, to_arguments
 

@@ -8,7 +8,7 @@ import pytest
 
 from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, softcap, where, window
 from sightline.errors import MissingExtraError, ParameterError, ShapeError
-from sightline.view import Picture, effect_of_scaling, heatmap, scaling_figure
+from sightline.view import Picture, heatmap
 from sightline.view.heatmaps import pooled
 from sightline.view.palette import DARK, rgb
 from sightline.view.terminal import colour_of, has_true_colour
@@ -171,17 +171,6 @@ def test_heatmap_checks_shapes(wrong):
     shape, labels = wrong
     with pytest.raises(ShapeError):
         heatmap(np.ones(shape), labels)
-
-
-def test_scaling_keeps_weights_from_saturating():
-    effects = effect_of_scaling()
-    assert [effect.d_k for effect in effects] == [1, 16, 64, 256, 512]
-    assert np.array_equal(effects[0].plain.ranked, effects[0].scaled.ranked)
-    plain_keys, scaled_keys = ([getattr(e, side).keys for e in effects] for side in ("plain", "scaled"))
-    assert plain_keys == sorted(plain_keys, reverse=True)
-    assert plain_keys[-1] < 2 < 10 < min(scaled_keys)
-    assert effects[-1].plain.gradient < effects[-1].scaled.gradient / 3
-    assert len(scaling_figure(effects).axes) == 7
 
 
 def test_pictures_come_from_formulas():

@@ -1,4 +1,4 @@
-"""`sightline explain`: print every stage of attention on a short text, and draw two figures."""
+"""`sightline explain`: print every stage of attention on a short text, and draw the weights."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--mask", default="none", help=f"{MASKS} (default: none)")
     positions = "positions to follow (default: c and r of the published text, else the last and the first)"
     add("--pair", type=int, nargs=2, metavar=("QUERY", "KEY"), help=positions)
-    figures = "draw the weights to PATH, and the effect of scaling to a second file, -scaling"
-    add("--figure", metavar="PATH", help=figures)
+    add("--figure", metavar="PATH", help="draw the weights to PATH")
     command.set_defaults(run=_run)
 
 
@@ -72,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     walk = walk_through(text, max_merges=options.merges, mask=options.mask, pair=pair, **sizes)
     explain(walk, options.seed)
     if options.figure is not None:
-        write_figures(walk, options.figure)
+        write_figure(walk, options.figure)
 
 
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
@@ -261,13 +260,10 @@ def _print_pair(console: Console, walk: Walkthrough) -> None:
         console.print("The mask hides the pair: its weight is exactly 0, so the key has no effect.")
 
 
-def write_figures(walk: Walkthrough, path: str | Path) -> None:
-    """Draw the weights to the file `path`, and the effect of scaling to a second file, whose name adds "-scaling"."""
-    from ..view import heatmap, save, scaling_figure
+def write_figure(walk: Walkthrough, path: str | Path) -> None:
+    """Draw the weights to the file `path`."""
+    from ..view import heatmap, save
 
     console, path = make_console(), Path(path)
     title = f"weights of “{walk.tokens.text}”, mask {_mask_name(walk.mask)}"
-    written = [save(heatmap(walk.stages.weights, walk.tokens.labels, title=title).figure, path)]
-    written.append(save(scaling_figure(), path.with_name(f"{path.stem}-scaling{path.suffix}")))
-    console.print()
-    console.print("Wrote " + " and ".join(map(str, written)))
+    console.print(f"\nWrote {save(heatmap(walk.stages.weights, walk.tokens.labels, title=title).figure, path)}")

@@ -15,15 +15,12 @@ i ≥ j   4 queries × 4 keys, 10 of 16 pairs allowed (62.5%)
 from .formula_pictures import Picture, formula_picture
 from .heatmaps import entropy_by_head, head_grid, heatmap, over_image
 from .plotting import save
-from .scaling import ScalingEffect, effect_of_scaling, scaling_figure
 from .tile_maps import tile_map
 from .token_charts import arcs, received_by_key
 
 __all__ = [
     "Picture",
-    "ScalingEffect",
     "arcs",
-    "effect_of_scaling",
     "entropy_by_head",
     "formula_picture",
     "head_grid",
@@ -31,6 +28,5 @@ __all__ = [
     "over_image",
     "received_by_key",
     "save",
-    "scaling_figure",
     "tile_map",
 ]

@@ -1,4 +1,6 @@
-"""Why scores are divided by √d_k: measurements of the effect that the division has on softmax.
+"""Why scores are divided by √d_k: measure and draw what the division does to softmax.
+
+python -m examples.scale_scores [--save scaling.png]
 
 If the components of q and k are independent with mean 0 and variance 1, the dot product q · k has variance d_k (Vaswani
 et al., 2017, footnote 4). Without the division, at large d_k, the key with the largest score receives nearly all the
@@ -7,15 +9,17 @@ weight and the gradient of softmax vanishes.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from ..statistics.per_query import entropy_of
-from . import plotting
-from .palette import LIGHT
+from sightline.statistics.per_query import entropy_of
+from sightline.view import plotting
+from sightline.view.palette import LIGHT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,14 +41,8 @@ class SoftmaxEffect:
 class ScalingEffect:
     """The softmax of random scores with and without division by √d_k, at one width d_k.
 
-    Parameters
-    ----------
-    d_k : int
-        Number of components of a query and a key.
-    plain : SoftmaxEffect
-        The effect of softmax on the scores q · k.
-    scaled : SoftmaxEffect
-        The effect of softmax on the scores q · k / √d_k.
+    d_k : number of components of a query and a key
+    plain, scaled : the effect of softmax on the scores q · k, and on the scores q · k / √d_k
     """
 
     d_k: int
@@ -53,27 +51,7 @@ class ScalingEffect:
 
 
 def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[ScalingEffect]:
-    """Measure the softmax of random scores of 512 queries on 16 keys each, with and without division by √d_k.
-
-    Parameters
-    ----------
-    widths : sequence of int, default (1, 16, 64, 256, 512)
-        The widths d_k to measure.
-    seed : int, default 0
-        Seed of the generator that draws q and k from the standard normal distribution.
-
-    Returns
-    -------
-    list of ScalingEffect
-        One measurement for each width.
-
-    Examples
-    --------
-    >>> import sightline.view
-    >>> (effect,) = sightline.view.effect_of_scaling([256])
-    >>> round(effect.plain.keys, 1), round(effect.scaled.keys, 1)  # exp(entropy), of 16 keys
-    (1.3, 10.7)
-    """
+    """Measure the softmax of random scores of 512 queries on 16 keys each, with and without division by √d_k."""
     rng = np.random.default_rng(seed)
     effects = []
     for d_k in widths:
@@ -91,27 +69,12 @@ def _effect(scores: Array) -> SoftmaxEffect:
     return SoftmaxEffect(np.sort(p)[:, ::-1].mean(0), float(np.exp(entropy_of(p)).mean()), float(gradient.mean()))
 
 
-def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
+def scaling_figure(effects: Sequence[ScalingEffect]) -> Any:
     """Draw the effect of the division by √d_k on softmax.
 
     The upper panels show the weights at each width. The lower left panel shows for each width over how many keys the
     weight is spread. The lower right panel shows the size of softmax's gradient.
-
-    Parameters
-    ----------
-    effects : sequence of ScalingEffect, optional
-        The effects that `effect_of_scaling` returns. Default: those of `effect_of_scaling()`.
-
-    Returns
-    -------
-    matplotlib figure
-
-    Raises
-    ------
-    MissingExtraError
-        matplotlib is not installed.
     """
-    effects = effect_of_scaling() if effects is None else effects
     figure = plotting.new_figure(9.6, 5.6)
     grid = figure.add_gridspec(2, 2 * len(effects), height_ratios=(1, 1.25))
     figure.get_layout_engine().set(hspace=0.08)
@@ -169,3 +132,20 @@ def _line_panel(axis: Any, effects: Sequence[ScalingEffect], field: str, title: 
     axis.tick_params(labelsize=8)
     axis.grid(axis="y", color=LIGHT.line, linewidth=0.7)
     plotting.hide_upper_spines(axis)
+
+
+def main(save: str | None = None, widths: Sequence[int] = WIDTHS) -> list[ScalingEffect]:
+    """Print over how many keys the weight is spread at each width; draw the figure to the file `save`."""
+    effects = effect_of_scaling(widths)
+    for effect in effects:
+        spread = f"{effect.plain.keys:.1f} of {KEYS} keys; divided by √d_k {effect.scaled.keys:.1f}"
+        Console().print(f"d_k = {effect.d_k}: weight spread over {spread}")
+    if save is not None:
+        scaling_figure(effects).savefig(save)
+    return effects
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", metavar="PATH", help="draw the figure to a file")
+    main(parser.parse_args().save)
