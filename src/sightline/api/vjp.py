@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..arrays.operations import checksum, to_numpy
+from ..caching import cached_property
 from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
 from ..call.call_cache import EntryResult, ForwardEntry
@@ -127,9 +128,9 @@ def attention_vjp(
     refuse_learned(statistics, lambda table: table.origin in [learned.origin for learned in tables.values()])
     options = Options(mask, formula, statistics or None, scale, sinks, dropout, seed, kernel, threads)
     call = _Call((query, key, value), options, [*tables.values()])
-    if call.forward is None:
+    if call.answer is None:
         refuse_draws(mask, score)
-    read, others = [query, key, value, call.output, *call.read_statistics()], [sinks, *call.read_tables()]
+    read, others = [query, key, value, call.output, *call.read_statistics()], [sinks, *call.table_arrays]
     versions = [*map(_sample, read), *map(_version, others)]
 
     def vjp(d_output: Any = None, d_seen: Any = None) -> dict[Input, Any]:
@@ -150,134 +151,20 @@ def attention_vjp(
     return call.output, tuple(call.seen) if names is None else dict(zip(names, call.seen, strict=True)), vjp
 
 
-class _Forward(NamedTuple):
+class _Answer(NamedTuple):
     """An answer of the call cache: the cached call (`entry`), the inputs of this call (`request`), and the result."""
 
     entry: _VjpEntry
     request: Request
     result: EntryResult
 
-
-@dataclass
-class _VjpEntry(ForwardEntry):
-    """A cached call of `attention_vjp`, ready to be repeated. `backward` is None before the first backward pass."""
-
-    keeps_lse: ClassVar[bool] = True
-    backward: BackwardPasses | None = field(init=False, default=None)
-
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
-        return _Forward(self, request, result)
-
-
-class _Call:
-    """One call: its arguments, the results of its forward pass, and its backward pass.
-
-    Attributes
-    ----------
-    output, seen : as in `attention`
-    forward : the answer of the call cache; None if the cache had no answer
-    forward_pass : what the backward pass reads of the forward pass
-    problem : the checked problem; None as long as no pass has needed it
-    formulas : the mask and the score that the problem was made from, if the call can be cached
-    arrays : the arrays of the statistics in the order of `flatten_result`, if `forward` is None
-    """
-
-    def __init__(self, operands: tuple[Any, Any, Any], options: Options, tables: list[Table]) -> None:
-        self.operands, self.options, self.statistics, self.tables = operands, options, options.see or [], tables
-        threads = options.threads
-        self.forward, request = self.look_up()
-        self.problem: Problem | None = None
-        self.formulas: tuple[Expression | None, ...] = ()
-        if self.forward is not None:
-            entry, request, found = self.forward
-            self.output, self.seen = found.output, entry.build_seen(found)
-            sinks = None if request.sinks is None else to_numpy(request.sinks)
-            self.forward_pass = ForwardPass(operands, found.output, found.lse, sinks, found.seed, threads)
-            return
-        if request is not None:
-            formulas = request.formulas()
-            self.formulas = formulas[:2]
-        self.problem = problem = self.make_problem()
-        result = solve(problem, options.kernel, threads)
-        self.output, self.seen = to_caller_layout(problem, result)
-        output, lse, *self.arrays = flatten_result(problem.see, result)
-        self.forward_pass = ForwardPass(operands, output, lse, problem.sinks, problem.seed, threads)
-        if request is not None:
-            call_cache.insert(request, formulas, operands, problem, result, kind=_VjpEntry)
-
-    def look_up(self) -> tuple[_Forward | None, Request | None]:
-        """Return (answer of the call cache, None). If there is no answer, return (None, request to store the call by).
-
-        The result is (None, None) if the call cannot be cached.
-        """
-        query, key, value = self.operands
-        shapes = [getattr(x, "shape", ())[:-3] for x in self.operands]
-        if min(map(np.ndim, self.operands)) < 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
-            return None, None
-        request = describe(query, self.options)
-        if request is None:
-            return None, None
-        score_tables = () if request.score is None else request.score.tables
-        places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
-        request = request._replace(structure=request.structure._replace(wanted_tables=places))
-        return call_cache.answer(request, query, key, value, self.options.threads)
-
-    def make_problem(self) -> Problem:
-        options = self.options
-        if self.formulas:
-            mask, score = self.formulas
-            options = options.replace(mask=mask, score=score)
-        return validate(parse(*self.operands, options))
-
-    def read_tables(self) -> list[Any]:
-        """Return the arrays that the formulas read."""
-        if self.forward is not None:
-            return list(self.forward.request.tables)
-        assert self.problem is not None
-        return [table.array for table in self.problem.tables]
-
-    def read_statistics(self) -> list[Any]:
-        """Return the arrays of the statistics' results that the backward pass reads."""
-        results = zip(self.statistics, self.seen, strict=True)
-        return [array for one, result in results if one.backward_reads_arrays for array in arrays_of(result)]
-
-    def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
-        """Return the gradients of query, key, value and sinks by name, and of each table by its id."""
-        passes = self.find_passes()
-        given = self.read_inputs(passes.problem, d_output, d_seen)
-        found = passes.differentiate(given, self.forward_pass, lambda: self.dispatch(passes.slots, d_output, d_seen))
-        named: dict[Any, Any] = dict(zip(OPERANDS, found, strict=False))
-        for table, gradient in zip(self.tables, found[NUM_OPERANDS:], strict=False):
-            named[id(table)] = _sum_to(gradient, table.array)
-        if passes.wants_sinks:
-            named["sinks"] = found[-1]
-        return named
-
-    def find_passes(self) -> BackwardPasses:
-        """Return the backward passes that are kept beside the cached call, or new ones if none are kept."""
-        if self.forward is not None and self.forward.entry.backward is not None:
-            return self.forward.entry.backward
-        problem = self.find_problem()
-        slot_of = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
-        slots = [slot_of[table.origin] for table in self.tables]
-        passes = BackwardPasses.of(problem, self.formulas, slots, problem.sinks is not None)
-        if self.forward is not None:
-            self.forward.entry.backward = passes
-        return passes
-
-    def find_problem(self) -> Problem:
-        """Return the problem of the call."""
-        if self.problem is None:
-            assert self.forward is not None
-            self.formulas = self.forward.request.formulas()[:2]
-            self.problem = self.make_problem()
-        return self.problem
-
-    def read_inputs(self, problem: Problem, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
-        """Return the inputs of a backward pass that the cache may repeat; None if only `dispatch` can compute it."""
-        if self.forward is None or self.forward.result.is_lse_imprecise:
+    def read_inputs(
+        self, problem: Problem, forward_pass: ForwardPass, d_output: Any, d_seen: list[Any]
+    ) -> BackwardInputs | None:
+        """Return the inputs of a backward pass that the cache may repeat; None if only the full dispatch can do it."""
+        entry, request, result = self
+        if result.is_lse_imprecise:
             return None
-        entry, request, result = self.forward
         d_lse, arrays, results = None, iter(result.arrays), [d_output]
         for cached, d in zip(entry.statistics, d_seen, strict=True):
             count = count_arrays(cached.statistic)
@@ -294,13 +181,120 @@ class _Call:
         computed = [result.output, result.lse, *result.arrays]
         saved = [result.output, result.lse, *arrays_to_save(see, computed)]
         gradients = [d_output, d_lse, *results[1:]]
-        return read_inputs(request, problem, gradients, self.forward_pass, saved)
+        return read_inputs(request, problem, gradients, forward_pass, saved)
+
+
+@dataclass
+class _VjpEntry(ForwardEntry):
+    """A cached call of `attention_vjp`, ready to be repeated. `backward` is None before the first backward pass."""
+
+    keeps_lse: ClassVar[bool] = True
+    backward: BackwardPasses | None = field(init=False, default=None)
+
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
+        return _Answer(self, request, result)
+
+
+class _Call:
+    """One call: its arguments, the results of its forward pass, and its backward pass.
+
+    Attributes
+    ----------
+    output, seen : as in `attention`
+    answer : the answer of the call cache; None if the cache had no answer
+    request : the request of the call; None if the call cannot be cached
+    forward_pass : what the backward pass reads of the forward pass
+    arrays : the arrays of the statistics in the order of `flatten_result`; () if a cached call has averaged one
+    table_arrays : the arrays that the formulas read
+    """
+
+    def __init__(self, operands: tuple[Any, Any, Any], options: Options, tables: list[Table]) -> None:
+        self.operands, self.options, self.statistics, self.tables = operands, options, options.see or [], tables
+        self.answer, self.request = self.look_up()
+        if self.answer is not None:
+            entry, self.request, cached = self.answer
+            self.output, self.seen = cached.output, entry.build_seen(cached)
+            sinks = None if self.request.sinks is None else to_numpy(self.request.sinks)
+            results = cached.output, cached.lse, sinks, cached.seed
+            self.arrays = () if any(one.mean is not None for one in entry.statistics) else cached.arrays
+            self.table_arrays = [*self.request.tables]
+        else:
+            problem = self.problem
+            result = solve(problem, options.kernel, options.threads)
+            self.output, self.seen = to_caller_layout(problem, result)
+            output, lse, *self.arrays = flatten_result(problem.see, result)
+            results = output, lse, problem.sinks, problem.seed
+            self.table_arrays = [table.array for table in problem.tables]
+            if self.request is not None:
+                call_cache.insert(self.request, self.formulas, operands, problem, result, kind=_VjpEntry)
+        self.forward_pass = ForwardPass(operands, *results, options.threads)
+
+    def look_up(self) -> tuple[_Answer | None, Request | None]:
+        """Return (answer of the call cache, None). If there is no answer, return (None, request to store the call by).
+
+        The result is (None, None) if the call cannot be cached.
+        """
+        query, key, value = self.operands
+        shapes = [getattr(x, "shape", ())[:-3] for x in self.operands]
+        if min(map(np.ndim, self.operands)) < 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
+            return None, None
+        request = describe(query, self.options)
+        if request is None:
+            return None, None
+        score_tables = () if request.score is None else request.score.tables
+        places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
+        request = request._replace(structure=request.structure._replace(wanted_tables=places))
+        return call_cache.answer(request, query, key, value, self.options.threads)
+
+    @cached_property
+    def formulas(self) -> tuple[Expression | None, ...]:
+        """The mask, the score and the formulas of the statistics; () if the call cannot be cached."""
+        return () if self.request is None else self.request.formulas()
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The checked problem."""
+        options = self.options
+        if self.formulas:
+            mask, score, *_ = self.formulas
+            options = options.replace(mask=mask, score=score)
+        return validate(parse(*self.operands, options))
+
+    def read_statistics(self) -> list[Any]:
+        """Return the arrays of the statistics' results that the backward pass reads."""
+        results = zip(self.statistics, self.seen, strict=True)
+        return [array for one, result in results if one.backward_reads_arrays for array in arrays_of(result)]
+
+    def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
+        """Return the gradients of query, key, value and sinks by name, and of each table by its id."""
+        passes, forward_pass = self.find_passes(), self.forward_pass
+        given = self.answer and self.answer.read_inputs(passes.problem, forward_pass, d_output, d_seen)
+        found = passes.differentiate(given, forward_pass, lambda: self.dispatch(passes.slots, d_output, d_seen))
+        named: dict[Any, Any] = dict(zip(OPERANDS, found, strict=False))
+        for table, gradient in zip(self.tables, found[NUM_OPERANDS:], strict=False):
+            named[id(table)] = _sum_to(gradient, table.array)
+        if passes.wants_sinks:
+            named["sinks"] = found[-1]
+        return named
+
+    def find_passes(self) -> BackwardPasses:
+        """Return the backward passes that are kept beside the cached call, or new ones if none are kept."""
+        entry = None if self.answer is None else self.answer.entry
+        if entry is not None and entry.backward is not None:
+            return entry.backward
+        problem = self.problem
+        slot_of = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
+        slots = [slot_of[table.origin] for table in self.tables]
+        passes = BackwardPasses.of(problem, self.formulas[:2], slots, problem.sinks is not None)
+        if entry is not None:
+            entry.backward = passes
+        return passes
 
     def dispatch(
         self, slots: Sequence[int], d_output: Any, d_seen: list[Any]
     ) -> tuple[Gradients, Sequence[Expression | None]]:
         """Compute the gradients without the call cache. Return (gradients, (mask, score) of the call)."""
-        problem = self.find_problem()
+        problem = self.problem
         squeezed = problem.heads_squeezed
         if squeezed:
             d_seen = [_add_head_axis(d, x, problem) for d, x in zip(d_seen, self.statistics, strict=True)]
@@ -311,7 +305,7 @@ class _Call:
         others = tuple([None if isinstance(x, Lse) else d for d, x in zip(d_seen, self.statistics, strict=True)])
         _, output, lse, *_ = self.forward_pass
         own = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
-        arrays = split_arrays(self.statistics, [output, lse, *self.read_arrays()])
+        arrays = split_arrays(self.statistics, [output, lse, *self.arrays])
         plan = make_plan(problem, self.options.kernel)
         found = differentiate(problem, plan, own, d_lse, others, (output, lse), slots, self.options.threads, arrays)
         for statistic, d in zip(self.statistics, others, strict=True):
@@ -319,7 +313,7 @@ class _Call:
                 found = self.add_own_problem(problem, found, statistic, d, slots)
         gradients = zip((found.query, found.key, found.value), self.operands, strict=True)
         query, key, value = (_sum_to(problem.squeeze_heads(d, 2), array) for d, array in gradients)
-        return replace(found, query=query, key=key, value=value), self.formulas
+        return replace(found, query=query, key=key, value=value), self.formulas[:2]
 
     def add_own_problem(
         self, problem: Problem, found: Gradients, statistic: Statistic, d: Any, slots: Sequence[int]
@@ -342,13 +336,6 @@ class _Call:
         key = _add_at(found.key, (..., key_heads, slice(None), slice(None)), added.key)
         sinks = None if found.sinks is None else _add_at(found.sinks, heads, added.sinks)
         return replace(found, query=query, key=key, tables=tuple(tables), sinks=sinks)
-
-    def read_arrays(self) -> Sequence[Any]:
-        """Return the statistics' arrays in the order of `flatten_result`; () if a cached call has averaged one."""
-        if self.forward is None:
-            return self.arrays
-        has_means = any(cached.mean is not None for cached in self.forward.entry.statistics)
-        return () if has_means else self.forward.result.arrays
 
 
 def _read_wrt(
