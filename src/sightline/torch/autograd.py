@@ -68,16 +68,16 @@ class _Attention(torch.autograd.Function):
         if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
             gradients = (d_output.contiguous(), *gradients[1:])  # that of a sum, for example, has stride 0
         arrays = BackwardArrays(gradients, saved[:count], saved[count:])
-        found = None if has_graph else call.attacher.repeat(call, arrays)
-        if found is None:
+        d_inputs = None if has_graph else call.attacher.repeat(call, arrays)
+        if d_inputs is None:
             refuse_old_vmap(gradients)
-            given = [gradient for gradient in gradients if gradient is not None]
-            if not given:
+            known = [gradient for gradient in gradients if gradient is not None]
+            if not known:
                 return (None,) * (2 + count)
-            needs_operator = has_graph or is_intercepted() or any(type(gradient) is not Tensor for gradient in given)
+            needs_operator = has_graph or is_intercepted() or any(type(gradient) is not Tensor for gradient in known)
             differentiate = _differentiate_by_operator if needs_operator else _differentiate
-            found = differentiate(call, arrays)[:count]
-        return (None, None, *found)
+            d_inputs = differentiate(call, arrays)[:count]
+        return (None, None, *d_inputs)
 
 
 # Returns the results, connected to the inputs in torch's graph: connect(call, results, *inputs). It is `apply` without
@@ -95,27 +95,31 @@ def _differentiate(call: GraphCall, arrays: BackwardArrays) -> list[Tensor]:
     gradients = arrays.gradients
     d_results = [*gradients, None] if len(gradients) == 1 else gradients  # lse is a result only beside statistics
     with operator.autocast_disabled(output):
-        own = split_saved(problem.see, arrays.results)
-        found = operator.differentiate_results(problem, plan, d_results, (output, lse), tables, attacher.threads, own)
-    if found.bound_call is not None or found.recorded_call is not None:
-        attacher.keep(found, call, arrays)
-    return operator.flatten_gradients(problem, found, tables)
+        statistic_arrays = split_saved(problem.see, arrays.results)
+        d_operands = operator.differentiate_results(
+            problem, plan, d_results, (output, lse), tables, attacher.threads, statistic_arrays
+        )
+    if d_operands.bound_call is not None or d_operands.recorded_call is not None:
+        attacher.keep(d_operands, call, arrays)
+    return operator.flatten_gradients(problem, d_operands, tables)
 
 
 def _differentiate_by_operator(call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor]:
     """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
     attacher, problem = call.attacher, call.make_problem(arrays.inputs)
     seed = make_seed(problem.seed) if problem.dropout else None
-    own, spec = to_arguments(problem, seed, attacher.kernel, attacher.threads)
+    call_arrays, spec = to_arguments(problem, seed, attacher.kernel, attacher.threads)
     place = {slot: table for table, slot in spec.table_slots(problem).items()}
     wanted = [place[index] for index in attacher.backward.slots]
-    given = {index: gradient for index, gradient in enumerate(arrays.gradients) if gradient is not None}
+    known = {index: gradient for index, gradient in enumerate(arrays.gradients) if gradient is not None}
     saved = _read_saved(call, arrays.results)
     if is_transformed():
-        derivative = Derivative.of(own, spec).above([*given], wanted)
-        return apply(derivative, *given.values(), *saved, *own.flatten())
-    found: list[Tensor] = operator.attention_backward([*given.values()], [*given], wanted, *saved, *own, *spec)
-    return found
+        derivative = Derivative.of(call_arrays, spec).above([*known], wanted)
+        return apply(derivative, *known.values(), *saved, *call_arrays.flatten())
+    d_inputs: list[Tensor] = operator.attention_backward(
+        [*known.values()], [*known], wanted, *saved, *call_arrays, *spec
+    )
+    return d_inputs
 
 
 def _read_saved(call: GraphCall, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -125,8 +129,8 @@ def _read_saved(call: GraphCall, results: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 def tables_of(problem: Problem) -> list[Any]:
     """Return the arrays that the formulas of a problem and of its statistics read."""
-    own = [table for formula in formulas_of(problem.see) for table in formula.tables]
-    return [table.array for table in (*problem.tables, *own)]
+    statistic_tables = [table for formula in formulas_of(problem.see) for table in formula.tables]
+    return [table.array for table in (*problem.tables, *statistic_tables)]
 
 
 def table_versions(tables: Sequence[Any]) -> list[Any]:

@@ -72,18 +72,18 @@ class Derivative:
         """Return the derivative of the next order. The parameters are fields of a derivative of order 1."""
         learned = self.float_tables if learned_tables is None else learned_tables
         count = len(self.output_places) if self.order else len(gradient_indices)
-        own = count if self.order else count + 2
+        num_own = count if self.order else count + 2
         places = self.differentiable_places if self.order else self.spec.find_places(learned)
         return replace(
             self,
-            differentiable_places=(*range(count), *[own + place for place in self.differentiable_places]),
+            differentiable_places=(*range(count), *[num_own + place for place in self.differentiable_places]),
             order=self.order + 1,
             below=self,
             gradient_indices=tuple(gradient_indices),
             learned_tables=tuple(learned),
             num_gradients=count,
-            num_own_tensors=own,
-            output_places=tuple([own + place for place in places]),
+            num_own_tensors=num_own,
+            output_places=tuple([num_own + place for place in places]),
         )
 
     def with_spec(self, spec: CallSpec) -> Derivative:

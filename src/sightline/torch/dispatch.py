@@ -65,11 +65,13 @@ def run(
     if isinstance(scale, Tensor) and is_transformed():
         score, scale = fold_scale(score, scale)
     see = [
-        each.map_formulas(lambda mask: _build_formula(mask, "bhij")) if isinstance(each, Statistic) else each
-        for each in options.see or ()
+        statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
+        if isinstance(statistic, Statistic)
+        else statistic
+        for statistic in options.see or ()
     ]
-    given = options.replace(mask=mask, score=score, see=see, scale=scale, seed=0 if seed is None else seed)
-    problem = parse(query, *unpack_cache(query, key, value, given))
+    prepared_options = options.replace(mask=mask, score=score, see=see, scale=scale, seed=0 if seed is None else seed)
+    problem = parse(query, *unpack_cache(query, key, value, prepared_options))
     if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
         result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
         if request is not None:
@@ -79,7 +81,9 @@ def run(
         for name, array in _tensors(problem):
             check_memory(name, array)
         return _run_eager(validate(problem), caller_inputs, options, request)
-    return to_caller_layout(problem, solve_selections_separately(problem, lambda one: _run_operator(one, options)))
+    return to_caller_layout(
+        problem, solve_selections_separately(problem, lambda subproblem: _run_operator(subproblem, options))
+    )
 
 
 def _is_eager(problem: Problem) -> bool:
@@ -139,13 +143,13 @@ def _run_eager(
     """Return (output, seen) without the operator. The call cache stores the call if `request` is not None."""
     kernel, threads = options.kernel, options.threads
 
-    def run_kernel(one: Problem) -> Result:
-        if one.dropout and options.seed is None:
-            one = replace(one, seed=int(make_seed(None)))
-        plan = make_plan(one, kernel)
-        with torch.no_grad(), autocast_disabled(one.query):
-            result = plan.kernel.run(one, threads)
-        return attach_to_graph(one, plan, kernel, threads, result)
+    def run_kernel(subproblem: Problem) -> Result:
+        if subproblem.dropout and options.seed is None:
+            subproblem = replace(subproblem, seed=int(make_seed(None)))
+        plan = make_plan(subproblem, kernel)
+        with torch.no_grad(), autocast_disabled(subproblem.query):
+            result = plan.kernel.run(subproblem, threads)
+        return attach_to_graph(subproblem, plan, kernel, threads, result)
 
     result = solve_selections_separately(problem, run_kernel)
     if request is not None:

@@ -105,14 +105,14 @@ class GpuAttacher(GraphAttacher):
     """The attacher of calls on a GPU, whose backward passes are launches of Triton kernels."""
 
     def repeat(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
-        given = _kernel_inputs(call, arrays)
-        found = None
-        if given is not None:
-            found = LOOKUP.find_or_run(self.backward.entries, (), (), *given, *call.source.tables)
-        if given is None or found is None or found[0] is None:
+        kernel_arrays = _kernel_inputs(call, arrays)
+        answer = None
+        if kernel_arrays is not None:
+            answer = LOOKUP.find_or_run(self.backward.entries, (), (), *kernel_arrays, *call.source.tables)
+        if kernel_arrays is None or answer is None or answer[0] is None:
             return None
-        launches, _, _, *addresses = found
-        inputs = launches.read_inputs(given, addresses, call.source.tables, None)
+        launches, _, _, *addresses = answer
+        inputs = launches.read_inputs(kernel_arrays, addresses, call.source.tables, None)
         return None if inputs is None else launches.run(inputs, call.seed or 0)
 
     def keep(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:

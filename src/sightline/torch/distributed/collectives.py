@@ -123,27 +123,29 @@ class _ApplyMaps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: Group, maps: tuple[LinearMap, ...], *arrays: Tensor) -> tuple[Tensor, ...]:
-        found = [one.apply(x) for one, x in zip(maps, arrays, strict=True)]
-        ctx.group, ctx.transposed = group, [one.transposed for one in maps]
-        ctx.results = [x.new_empty(()).expand(x.shape) for x in found]  # shapes, dtypes and devices, without memory
+        results = [linear_map.apply(x) for linear_map, x in zip(maps, arrays, strict=True)]
+        ctx.group, ctx.transposed = group, [linear_map.transposed for linear_map in maps]
+        ctx.results = [x.new_empty(()).expand(x.shape) for x in results]  # shapes, dtypes and devices, without memory
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[x for x in found if not x.is_floating_point()])
-        return tuple(found)
+        ctx.mark_non_differentiable(*[x for x in results if not x.is_floating_point()])
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        flags = torch.tensor([one is not None for one in gradients], dtype=torch.int64, device=ctx.results[0].device)
+        flags = torch.tensor(
+            [gradient is not None for gradient in gradients], dtype=torch.int64, device=ctx.results[0].device
+        )
         is_wanted = torch.stack(ctx.group.exchange(flags, "which results have gradients")).any(dim=0).tolist()
-        given = [torch.zeros_like(x) if one is None else one for one, x in zip(gradients, ctx.results, strict=True)]
-        wanted = list(compress(given, is_wanted))
-        found = iter(apply_maps(ctx.group, list(compress(ctx.transposed, is_wanted)), wanted))
-        return None, None, *[next(found) if one else None for one in is_wanted]
+        d_results = [torch.zeros_like(x) if d is None else d for d, x in zip(gradients, ctx.results, strict=True)]
+        wanted = list(compress(d_results, is_wanted))
+        d_arrays = iter(apply_maps(ctx.group, list(compress(ctx.transposed, is_wanted)), wanted))
+        return None, None, *[next(d_arrays) if is_needed else None for is_needed in is_wanted]
 
 
 def gathering(group: Group, shards: Shards, axis: int) -> LinearMap:
     """Return the map from each rank's shard to the whole tensor. Its transpose adds the ranks' shards of the wholes."""
-    own: dict[str, Any] = {"group": group, "shards": shards, "axis": axis}
-    return LinearMap(partial(_gather, **own), partial(_scatter, **own))
+    arguments: dict[str, Any] = {"group": group, "shards": shards, "axis": axis}
+    return LinearMap(partial(_gather, **arguments), partial(_scatter, **arguments))
 
 
 def _gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:

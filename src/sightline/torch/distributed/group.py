@@ -18,7 +18,7 @@ class Group:
 
     Parameters
     ----------
-    given : ProcessGroup, DeviceMesh of one axis, or None for all processes
+    process_group : ProcessGroup, DeviceMesh of one axis, or None for all processes
 
     Attributes
     ----------
@@ -28,35 +28,35 @@ class Group:
     Raises
     ------
     ParameterError
-        torch.distributed is not initialized, `given` is none of these, or this process does not belong to the group.
+        torch.distributed is not initialized, `process_group` is none of these, or this process does not belong to it.
     """
 
-    def __init__(self, given: Any = None) -> None:
+    def __init__(self, process_group: Any = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ParameterError(
                 "a call without a process group",
                 "torch.distributed that is initialized",
                 'torch.distributed.init_process_group("gloo"), and start the program with torchrun',
             )
-        if hasattr(given, "get_group"):
-            if given.ndim != 1:
+        if hasattr(process_group, "get_group"):
+            if process_group.ndim != 1:
                 raise ParameterError(
-                    f"a DeviceMesh of {given.ndim} axes", "a mesh of one axis", 'group=mesh["name of the axis"]'
+                    f"a DeviceMesh of {process_group.ndim} axes", "a mesh of one axis", 'group=mesh["name of the axis"]'
                 )
-            given = given.get_group()
-        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            process_group = process_group.get_group()
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ParameterError(
                 "a group that this process does not belong to",
                 "a group with this process",
                 "call the function only in the processes of the group",
             )
-        if not (given is None or isinstance(given, dist.ProcessGroup)):
+        if not (process_group is None or isinstance(process_group, dist.ProcessGroup)):
             raise ParameterError(
-                f"group={given!r}",
+                f"group={process_group!r}",
                 "a ProcessGroup, a DeviceMesh or None",
                 "group=None for all ranks; group=torch.distributed.new_group(ranks) for some of them",
             )
-        self.handle: Any = dist.group.WORLD if given is None else given
+        self.handle: Any = dist.group.WORLD if process_group is None else process_group
         self.size, self.rank = dist.get_world_size(self.handle), dist.get_rank(self.handle)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self.global_ranks = dist.get_process_group_ranks(self.handle)

@@ -49,10 +49,10 @@ def attention_by_heads(
         "ij": gathering(group, Shards.from_bounds(query_heads, "contiguous"), axis),
     }
     chosen = [of_queries.transposed]
-    for statistic, own in zip(problem.see, answers, strict=True):
-        chosen += [maps.get(statistic.axes, of_queries.transposed)] * len(own)
-    found = iter(apply_maps(group, chosen, [result.output, *chain.from_iterable(answers)]))
-    return next(found), [list(islice(found, len(own))) for own in answers]
+    for statistic, result_arrays in zip(problem.see, answers, strict=True):
+        chosen += [maps.get(statistic.axes, of_queries.transposed)] * len(result_arrays)
+    results = iter(apply_maps(group, chosen, [result.output, *chain.from_iterable(answers)]))
+    return next(results), [list(islice(results, len(result_arrays))) for result_arrays in answers]
 
 
 def _to_heads(group: Group, axis: int, heads: Sequence[int], shards: Shards) -> LinearMap:

@@ -50,8 +50,10 @@ def attention_by_ring(
     group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
 ) -> tuple[Tensor, list[Sequence[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic."""
-    per_query = tuple([one for one in problem.see if one.is_mergeable and not isinstance(one, Lse)])
-    over_queries = tuple([one for one in problem.see if not one.is_mergeable])
+    per_query = tuple(
+        [statistic for statistic in problem.see if statistic.is_mergeable and not isinstance(statistic, Lse)]
+    )
+    over_queries = tuple([statistic for statistic in problem.see if not statistic.is_mergeable])
     queries, keys = shards
     B, H, _, _ = problem.extent
     row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * itemsize(problem.accumulator))
@@ -69,10 +71,12 @@ def attention_by_ring(
         )
     output, lse, *arrays = _RingAttention.apply(ring, wanted_tables, *inputs)  # type: ignore[no-untyped-call]
     rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
-    found: dict[Statistic, Sequence[Tensor]] = dict(zip(per_query, split_arrays(per_query, rounded, 0), strict=True))
-    found |= {one: [lse.to(ring.dtype)] for one in problem.see if isinstance(one, Lse)}
-    found |= ring.statistics_of_pairs(local[0], local[1], lse.double(), over_queries)
-    return output, [found[statistic] for statistic in problem.see]
+    arrays_by_statistic: dict[Statistic, Sequence[Tensor]] = dict(
+        zip(per_query, split_arrays(per_query, rounded, 0), strict=True)
+    )
+    arrays_by_statistic |= {statistic: [lse.to(ring.dtype)] for statistic in problem.see if isinstance(statistic, Lse)}
+    arrays_by_statistic |= ring.statistics_of_pairs(local[0], local[1], lse.double(), over_queries)
+    return output, [arrays_by_statistic[statistic] for statistic in problem.see]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -84,7 +88,7 @@ class _RingAttention(torch.autograd.Function):
         sinks = None if ring.problem.sinks is None else rest.pop(0)
         results = ring.forward(query, key, value, sinks)
         output = results.output.to(query.dtype)
-        arrays = [array for own in results.seen for array in own]
+        arrays = [array for result in results.seen for array in result]
         ctx.ring, ctx.wanted_tables = ring, wanted_tables
         ctx.versions = table_versions(tables_of(ring.problem))
         ctx.save_for_backward(*inputs, output, results.shift, *arrays)
@@ -112,12 +116,12 @@ class _RingAttention(torch.autograd.Function):
         inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
         query, key, value, *rest = inputs
         d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
-        statistics = [split_arrays(ring.problem.see, own, 0) for own in (arrays, d_arrays)]
-        d_statistics = [own[0] for own in statistics[1]]
+        statistics = [split_arrays(ring.problem.see, flat, 0) for flat in (arrays, d_arrays)]
+        d_statistics = [d_statistic[0] for d_statistic in statistics[1]]
         queries = QueryArrays(query, output, lse, statistics[0], d_output, d_lse, d_statistics)
         sinks = None if ring.problem.sinks is None else rest[0]
         gradients = ring.backward(queries, key, value, sinks, ctx.wanted_tables)
-        return [one.to(x.dtype) for one, x in zip(gradients, inputs, strict=True)]
+        return [gradient.to(x.dtype) for gradient, x in zip(gradients, inputs, strict=True)]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -187,8 +191,8 @@ class Ring:
         for block, (keys, values), _ in BlockExchange(self.group, self.schedule, (key, value)):
             for span in self.schedule.seeing_spans(self.group.rank, block):
                 part = self._part(span, block, query[..., span.rows, :], keys, values)
-                found = dispatch.solve(part, None, self.threads)
-                added = read_part(found.output.to(self.dtype), found.lse, found.seen, block.span.start)
+                result = dispatch.solve(part, None, self.threads)
+                added = read_part(result.output.to(self.dtype), result.lse, result.seen, block.span.start)
                 sums.store(span.rows, combine([sums.rows(span.rows), added], see))
         for span in self.schedule.queries.ranks[self.group.rank]:
             sums.store(span.rows, combine([sums.rows(span.rows)], see, normalize=True))
@@ -209,15 +213,15 @@ class Ring:
                     for tile in streaming.tiles(streaming.TileOps(part), lse[..., span.rows]):
                         yield replace(tile, rows=_move(tile.rows, span), columns=_move(tile.columns, block.span))
 
-        found: dict[Statistic, Sequence[Tensor]] = {}
+        arrays_by_statistic: dict[Statistic, Sequence[Tensor]] = {}
         results = accumulate_statistics(self.problem.with_statistics(*see), lse, tiles)
         places = {"j": self.schedule.queries.ranks[self.group.rank], "i": self.schedule.keys.ranks[self.group.rank]}
         for statistic, result in zip(see, results, strict=True):
             (array,) = arrays_of(result)
             self.group.reduce(array, getattr(statistic, "how", "sum"), f"the statistic {statistic!r}")
             spans = places.get(statistic.axes)
-            found[statistic] = [array if spans is None else cut_spans(array, spans, -1)]
-        return found
+            arrays_by_statistic[statistic] = [array if spans is None else cut_spans(array, spans, -1)]
+        return arrays_by_statistic
 
     def backward(
         self, queries: QueryArrays, key: Tensor, value: Tensor, sinks: Tensor | None, wanted_tables: tuple[int, ...]
@@ -248,18 +252,18 @@ class Ring:
         """Return the gradients of a block's keys and values. Add the gradients of the queries and tables in place."""
         sums = [x.new_zeros(x.shape, dtype=self.dtype) for x in block_arrays]
         for span in self.schedule.seeing_spans(self.group.rank, block):
-            own = queries.rows(span)
-            part, results = self._part(span, block, own.query, *block_arrays), (own.output, own.lse)
-            added = part_gradients(part, block.span.start, own.lse, sinks, own.d_statistics, own.statistics)
-            given = GivenGradients(own.d_output, own.d_lse, results, tuple(d_tables), added)
-            found = dispatch.make_plan(part).kernel.backward(part, given, self.threads)
-            if found is None:
-                found = streaming.backward(part, own.d_output, own.d_lse, (), results, added)
-            d_query[..., span.rows, :] += found.query
-            sums[0] += found.key
-            sums[1] += found.value
+            rows = queries.rows(span)
+            part, results = self._part(span, block, rows.query, *block_arrays), (rows.output, rows.lse)
+            added = part_gradients(part, block.span.start, rows.lse, sinks, rows.d_statistics, rows.statistics)
+            inputs = GivenGradients(rows.d_output, rows.d_lse, results, tuple(d_tables), added)
+            gradients = dispatch.make_plan(part).kernel.backward(part, inputs, self.threads)
+            if gradients is None:
+                gradients = streaming.backward(part, rows.d_output, rows.d_lse, (), results, added)
+            d_query[..., span.rows, :] += gradients.query
+            sums[0] += gradients.key
+            sums[1] += gradients.value
             for index, total in d_tables.items():
-                total += found.tables[index]
+                total += gradients.tables[index]
         return sums
 
     def _differentiate_sinks(self, queries: QueryArrays, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
@@ -271,8 +275,8 @@ class Ring:
         for term, sign in ((d_lse, -1.0), (added.lse, -1.0), (added.weights_sum, 1.0)):
             if term is not None:
                 delta = delta + sign * term
-        found: Tensor = sum_sink_gradients(sinks, lse, delta)
-        return found
+        d_sinks: Tensor = sum_sink_gradients(sinks, lse, delta)
+        return d_sinks
 
     def _part(self, span: Span, block: KeyBlock, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """Return the problem of the queries of a span on a block of keys."""
@@ -303,17 +307,17 @@ def part_gradients(
     d_seen : the gradient of each statistic's first array; None for 0
     """
     wide = [None if gradient is None else gradient.double() for gradient in d_seen]
-    local = [[*own[:1], *[where - first_key for where in own[1:]]] for own in arrays]
-    found = statistic_gradients(part, lse, wide, local)
-    if sinks is not None and any(one.fused_role == "max_score" for one in part.see):
+    local = [[*result[:1], *[where - first_key for where in result[1:]]] for result in arrays]
+    terms = statistic_gradients(part, lse, wide, local)
+    if sinks is not None and any(statistic.fused_role == "max_score" for statistic in part.see):
         # beside a large sink, the weight of the largest score may underflow
         beside = statistic_gradients(replace(part, sinks=sinks), lse, wide, local)
-        found = replace(found, includes_zero_weights=beside.includes_zero_weights)
+        terms = replace(terms, includes_zero_weights=beside.includes_zero_weights)
     for statistic, gradient in zip(part.see, wide, strict=True):
         if statistic.fused_role == "entropy" and gradient is not None and sinks is not None:
             # the weights of the keys and of the sink sum to 1, and `weights_sum` counts the keys alone
-            found = replace(found, weights_sum=found.weights_sum + gradient * sink_weights(sinks, lse))
-    return found
+            terms = replace(terms, weights_sum=terms.weights_sum + gradient * sink_weights(sinks, lse))
+    return terms
 
 
 # -- the transfers of one pass -----------------------------------------------------------------------------------------
@@ -355,8 +359,8 @@ class BlockExchange:
                     yield block_of_round, buffers, partial(self._sums.__setitem__, number)
 
     def _add(self, block: KeyBlock, sums: Sequence[Tensor]) -> None:
-        for total, one in zip(self.gradients or (), sums, strict=True):
-            total[..., block.span.rows, :] += one
+        for total, term in zip(self.gradients or (), sums, strict=True):
+            total[..., block.span.rows, :] += term
 
     def _start(self, number: int) -> tuple[Transfers, list[Tensor], list[Tensor]]:
         """Start the transfers of a round. Return them with the buffers of the block and of the returned gradients."""
@@ -364,17 +368,17 @@ class BlockExchange:
         buffers: list[Tensor] = []
         returned: list[Tensor] = []
         if number < len(self._rounds):
-            one = self._rounds[number]
-            if one.sent is not None:
+            current = self._rounds[number]
+            if current.sent is not None:
                 for array in self.arrays:
-                    transfers.send(array[..., one.sent.span.rows, :].contiguous(), one.target)
-            buffers = _receive(transfers, self.arrays, one.received, one.source)
-        earlier = number - ROUNDS_UNTIL_RETURN
-        if self.gradients is not None and 0 <= earlier < len(self._rounds):
-            one = self._rounds[earlier]
-            for sums in self._sums.pop(earlier, ()):
-                transfers.send(sums, one.source)
-            returned = _receive(transfers, self.gradients, one.sent, one.target)
+                    transfers.send(array[..., current.sent.span.rows, :].contiguous(), current.target)
+            buffers = _receive(transfers, self.arrays, current.received, current.source)
+        earlier_number = number - ROUNDS_UNTIL_RETURN
+        if self.gradients is not None and 0 <= earlier_number < len(self._rounds):
+            earlier = self._rounds[earlier_number]
+            for sums in self._sums.pop(earlier_number, ()):
+                transfers.send(sums, earlier.source)
+            returned = _receive(transfers, self.gradients, earlier.sent, earlier.target)
         transfers.start()
         return transfers, buffers, returned
 

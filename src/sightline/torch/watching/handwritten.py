@@ -125,8 +125,8 @@ def _function_of(function: Any) -> Any:
     packet = getattr(function, "overloadpacket", function)
     if not isinstance(packet, OpOverloadPacket):
         return function
-    found = [getattr(owner, packet.__name__, None) for owner in (Tensor, functional, torch)]
-    return next((one for one in found if one is not None), function)
+    candidates = [getattr(owner, packet.__name__, None) for owner in (Tensor, functional, torch)]
+    return next((candidate for candidate in candidates if candidate is not None), function)
 
 
 def _changes_inputs(function: Any) -> bool:
@@ -137,17 +137,17 @@ def _changes_inputs(function: Any) -> bool:
 
 def _follow(call: TorchCall, results: list[Tensor], keeps_scores: bool) -> WeightsMark | None:
     """Do what `find_handwritten` does, for the tensors among the results."""
-    function, given = call.function, call.tensors
-    marked = [(x, _marks[x]) for x in given if x in _marks]  # the last one decides: that of weights that are known
-    found = sorted(
+    function, tensors = call.function, call.tensors
+    marked = [(x, _marks[x]) for x in tensors if x in _marks]  # the last one decides: that of weights that are known
+    ordered = sorted(
         marked, key=lambda pair: (isinstance(pair[1], WeightsMark), getattr(pair[1], "scores", None) is not None)
     )
     if function not in OF_FIRST:
-        for x, _ in found:
+        for x, _ in ordered:
             if _changes_inputs(function) or any(result is x for result in results):
                 _refuse_changed(x)
     if function in PRODUCTS:
-        read = [(x, _marks[x]) for x, _ in found if x is not call.options.get("out")]
+        read = [(x, _marks[x]) for x, _ in ordered if x is not call.options.get("out")]
         weights = [(x, mark) for x, mark in read if isinstance(mark, WeightsMark) and mark.keys >= 0]
         if weights:
             return _complete(call, weights)
@@ -155,7 +155,7 @@ def _follow(call: TorchCall, results: list[Tensor], keeps_scores: bool) -> Weigh
             _marks[results[0]] = ScoresMark(_four_axes(results[0]))
         return None
     first = call.inputs[0] if call.inputs else call.options.get("input")
-    for x, mark in found:
+    for x, mark in ordered:
         if function in OF_FIRST and x is not first:
             continue
         for result in results:
@@ -270,15 +270,15 @@ def _complete(call: TorchCall, weights: list[tuple[Tensor, WeightsMark]]) -> Wei
 
     If the mark has scores, the tensors of its softmax are forgotten, so that one softmax is recorded once.
     """
-    for x, given in weights:
-        mark, order = _check_versions(x, given), call.order_axes(given.keys, x)
+    for x, old_mark in weights:
+        mark, order = _check_versions(x, old_mark), call.order_axes(old_mark.keys, x)
         if mark.scores is None or order is None:
             continue
         if order != tuple(range(x.ndim)):
             mark = replace(mark, scores=mark.scores.reshape(x.shape).permute(order))
-        for other, one in list(_marks.items()):
-            if isinstance(one, WeightsMark) and one.softmax is mark.softmax:
-                del _marks[other]
+        for marked, mark_of_marked in list(_marks.items()):
+            if isinstance(mark_of_marked, WeightsMark) and mark_of_marked.softmax is mark.softmax:
+                del _marks[marked]
         return mark
     return _check_versions(*weights[0]).refuse("the product does not show which axes have its queries and keys")
 
@@ -374,12 +374,12 @@ def _read_equation(keys: int, equation: Any, tensors: list[Tensor], x: Tensor) -
     if not isinstance(equation, str) or "->" not in equation or len(tensors) != 2:
         return None
     terms, output = equation.replace(" ", "").split("->")
-    given = terms.split(",")
-    own, other = given if tensors[0] is x else given[::-1]
-    leading = DIGITS[: x.ndim - len(own.replace("...", ""))]
-    own, other, output = (term.replace("...", leading) for term in (own, other, output))
-    summed = [axis for axis, letter in enumerate(own) if letter not in output]
-    queries = [axis for axis, letter in enumerate(own) if letter in output and letter not in other]
-    if len(set(own)) != x.ndim or summed != [keys] or own[keys] not in other or len(queries) != 1:
+    factors = terms.split(",")
+    letters, other_letters = factors if tensors[0] is x else factors[::-1]
+    leading = DIGITS[: x.ndim - len(letters.replace("...", ""))]
+    letters, other_letters, output = (term.replace("...", leading) for term in (letters, other_letters, output))
+    summed = [axis for axis, letter in enumerate(letters) if letter not in output]
+    queries = [axis for axis, letter in enumerate(letters) if letter in output and letter not in other_letters]
+    if len(set(letters)) != x.ndim or summed != [keys] or letters[keys] not in other_letters or len(queries) != 1:
         return None
     return (*[axis for axis in range(x.ndim) if axis not in (*queries, keys)], *queries, keys)
