@@ -336,19 +336,19 @@ def _each_tile(problem: Problem) -> Iterator[Tile]:
     xp, count = arrays.namespace(problem.query), max(MAX_TILE_SCORES // max(problem.B * problem.H * problem.m, 1), 1)
     for start in range(0, problem.n, count):
         rows = slice(start, min(start + count, problem.n))
-        found = solve(restrict(problem, rows, None))
-        visible = arrays.to_numpy(found.seen[0] != -math.inf).reshape(-1, problem.m).any(0).nonzero()[0]
+        result = solve(restrict(problem, rows, None))
+        visible = arrays.to_numpy(result.seen[0] != -math.inf).reshape(-1, problem.m).any(0).nonzero()[0]
         if not visible.size:
             continue
         columns = slice(int(visible[0]), int(visible[-1]) + 1)
-        own = found.seen[0][..., columns]
-        largest = xp.max(own, axis=-1, keepdims=True)
+        seen_scores = result.seen[0][..., columns]
+        largest = xp.max(seen_scores, axis=-1, keepdims=True)
         largest = xp.where(largest == -math.inf, xp.zeros_like(largest), largest)
         with np.errstate(all="ignore"):  # ∞ − ∞ is NaN
-            exponentials = xp.exp(own - largest)
+            exponentials = xp.exp(seen_scores - largest)
             total = xp.sum(exponentials, axis=-1, keepdims=True, dtype=xp.float64)
             if problem.sinks is not None:
                 total = total + xp.exp(xp.astype(problem.sinks, xp.float64)[:, None, None] - largest)
-            weights = exponentials / xp.astype(xp.where(total == 0, xp.ones_like(total), total), own.dtype)
-        own, weights = (problem.squeeze_heads(arrays.detach(array), 2) for array in (own, weights))
-        yield Tile(rows, columns, weights, own, problem.squeeze_heads(found.lse, 1))
+            weights = exponentials / xp.astype(xp.where(total == 0, xp.ones_like(total), total), seen_scores.dtype)
+        seen_scores, weights = (problem.squeeze_heads(arrays.detach(array), 2) for array in (seen_scores, weights))
+        yield Tile(rows, columns, weights, seen_scores, problem.squeeze_heads(result.lse, 1))

@@ -66,13 +66,16 @@ def attend_in_parts(query: Any, cache: KVCache, options: Options, attend: Attend
     key, value = cache.stored_rows()
     if key.shape[2]:
         rewriting = cache.rewriting(query.shape[2], "i" in free_symbols(asked), query.shape[1])
-        found = attend(query, key, value, rewrite(asked, rewriting).replace(row_formats=cache.row_formats))
-        parts.append(_read(*found, cache.prefix.row_counts))
+        answer = attend(query, key, value, rewrite(asked, rewriting).replace(row_formats=cache.row_formats))
+        parts.append(_read(*answer, cache.prefix.row_counts))
     merged = _merge(parts, see, options.sinks)
     output = namespace(query).astype(merged.output, query.dtype)
-    arrays = [output, *[array for own in merged.seen for array in own]]
+    arrays = [output, *[array for result in merged.seen for array in result]]
     output, *arrays = [x if squeezed == 4 else x[:, 0] if squeezed == 3 else x[0, 0] for x in arrays]
-    seen = [one.build_result([arrays.pop(0) for _ in own]) for one, own in zip(see, merged.seen, strict=True)]
+    seen = [
+        statistic.build_result([arrays.pop(0) for _ in result])
+        for statistic, result in zip(see, merged.seen, strict=True)
+    ]
     return output, tuple(seen)
 
 

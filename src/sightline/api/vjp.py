@@ -143,10 +143,10 @@ def attention_vjp(
                 "arrays with the entries of the call",
                 "copy the array before the call, or change it after vjp",
             )
-        gradients = _read_gradients(d_seen, names, call.statistics, call.seen)
-        found = call.differentiate(_read_gradient("output", d_output, call.output), gradients)
-        own = {name: found[id(tables[name]) if name in tables else name] for name in wrt}
-        return own | ({"scale": float(own["scale"][0])} if "scale" in own else {})
+        d_statistics = _read_gradients(d_seen, names, call.statistics, call.seen)
+        gradients = call.differentiate(_read_gradient("output", d_output, call.output), d_statistics)
+        by_input = {name: gradients[id(tables[name]) if name in tables else name] for name in wrt}
+        return by_input | ({"scale": float(by_input["scale"][0])} if "scale" in by_input else {})
 
     return call.output, tuple(call.seen) if names is None else dict(zip(names, call.seen, strict=True)), vjp
 
@@ -168,11 +168,11 @@ class _Answer(NamedTuple):
         d_lse, arrays, results = None, iter(result.arrays), [d_output]
         for cached, d in zip(entry.statistics, d_seen, strict=True):
             count = count_arrays(cached.statistic)
-            own: Any = next(arrays, None) if count else result.lse
+            first_array: Any = next(arrays, None) if count else result.lse
             for _ in range(count - 1):
                 next(arrays)
             if d is not None and cached.mean is not None:
-                d = spread_mean(cached.mean, d, own.shape, cached.batch_ndim)
+                d = spread_mean(cached.mean, d, first_array.shape, cached.batch_ndim)
             if count:
                 results += [d, *[None] * (count - 1)]
             elif d is not None:
@@ -216,7 +216,7 @@ class _Call:
             self.output, self.seen = cached.output, entry.build_seen(cached)
             sinks = None if self.request.sinks is None else to_numpy(self.request.sinks)
             results = cached.output, cached.lse, sinks, cached.seed
-            self.arrays = () if any(one.mean is not None for one in entry.statistics) else cached.arrays
+            self.arrays = () if any(statistic.mean is not None for statistic in entry.statistics) else cached.arrays
             self.table_arrays = [*self.request.tables]
         else:
             problem = self.problem
@@ -263,18 +263,20 @@ class _Call:
     def read_statistics(self) -> list[Any]:
         """Return the arrays of the statistics' results that the backward pass reads."""
         results = zip(self.statistics, self.seen, strict=True)
-        return [array for one, result in results if one.backward_reads_arrays for array in arrays_of(result)]
+        return [
+            array for statistic, result in results if statistic.backward_reads_arrays for array in arrays_of(result)
+        ]
 
     def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
         """Return the gradients of query, key, value and sinks by name, and of each table by its id."""
         passes, forward_pass = self.find_passes(), self.forward_pass
-        given = self.answer and self.answer.read_inputs(passes.problem, forward_pass, d_output, d_seen)
-        found = passes.differentiate(given, forward_pass, lambda: self.dispatch(passes.slots, d_output, d_seen))
-        named: dict[Any, Any] = dict(zip(OPERANDS, found, strict=False))
-        for table, gradient in zip(self.tables, found[NUM_OPERANDS:], strict=False):
-            named[id(table)] = _sum_to(gradient, table.array)
+        inputs = self.answer and self.answer.read_inputs(passes.problem, forward_pass, d_output, d_seen)
+        gradients = passes.differentiate(inputs, forward_pass, lambda: self.dispatch(passes.slots, d_output, d_seen))
+        named: dict[Any, Any] = dict(zip(OPERANDS, gradients, strict=False))
+        for table, d_table in zip(self.tables, gradients[NUM_OPERANDS:], strict=False):
+            named[id(table)] = _sum_to(d_table, table.array)
         if passes.wants_sinks:
-            named["sinks"] = found[-1]
+            named["sinks"] = gradients[-1]
         return named
 
     def find_passes(self) -> BackwardPasses:
@@ -304,42 +306,46 @@ class _Call:
                 d_lse = d if d_lse is None else d_lse + d
         others = tuple([None if isinstance(x, Lse) else d for d, x in zip(d_seen, self.statistics, strict=True)])
         _, output, lse, *_ = self.forward_pass
-        own = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
+        d_heads = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
         arrays = split_arrays(self.statistics, [output, lse, *self.arrays])
         plan = make_plan(problem, self.options.kernel)
-        found = differentiate(problem, plan, own, d_lse, others, (output, lse), slots, self.options.threads, arrays)
+        gradients = differentiate(
+            problem, plan, d_heads, d_lse, others, (output, lse), slots, self.options.threads, arrays
+        )
         for statistic, d in zip(self.statistics, others, strict=True):
             if statistic.has_own_problem and d is not None:
-                found = self.add_own_problem(problem, found, statistic, d, slots)
-        gradients = zip((found.query, found.key, found.value), self.operands, strict=True)
-        query, key, value = (_sum_to(problem.squeeze_heads(d, 2), array) for d, array in gradients)
-        return replace(found, query=query, key=key, value=value), self.formulas[:2]
+                gradients = self.add_own_problem(problem, gradients, statistic, d, slots)
+        d_operands = zip((gradients.query, gradients.key, gradients.value), self.operands, strict=True)
+        query, key, value = (_sum_to(problem.squeeze_heads(d, 2), array) for d, array in d_operands)
+        return replace(gradients, query=query, key=key, value=value), self.formulas[:2]
 
     def add_own_problem(
-        self, problem: Problem, found: Gradients, statistic: Statistic, d: Any, slots: Sequence[int]
+        self, problem: Problem, gradients: Gradients, statistic: Statistic, d: Any, slots: Sequence[int]
     ) -> Gradients:
-        """Return `found` plus the gradients of a statistic that a second problem computes; d is its gradient."""
-        own = statistic.make_own_problem(problem)
-        result = solve(own, self.options.kernel, self.options.threads)
+        """Return `gradients` plus those of a statistic that a second problem computes; d is its gradient."""
+        own_problem = statistic.make_own_problem(problem)
+        result = solve(own_problem, self.options.kernel, self.options.threads)
         d_own = np.zeros_like(result.output)
-        if not own.see:  # the statistic is the output of its own problem, or a mean of this output
-            d_own[...] = spread_mean(statistic, d, d_own.shape, len(own.batch_shape))
-        slot_of = {own.tables[slot].origin: slot for slot in own.score_table_indices}
+        if not own_problem.see:  # the statistic is the output of its own problem, or a mean of this output
+            d_own[...] = spread_mean(statistic, d, d_own.shape, len(own_problem.batch_shape))
+        slot_of = {own_problem.tables[slot].origin: slot for slot in own_problem.score_table_indices}
         own_slots = [slot_of[problem.tables[slot].origin] for slot in slots]
-        plan, saved = make_plan(own, self.options.kernel), (result.output, result.lse)
-        added = differentiate(own, plan, d_own, None, (d,) if own.see else (), saved, own_slots, self.options.threads)
+        plan, saved = make_plan(own_problem, self.options.kernel), (result.output, result.lse)
+        added = differentiate(
+            own_problem, plan, d_own, None, (d,) if own_problem.see else (), saved, own_slots, self.options.threads
+        )
         rows, heads, key_heads = (np.array(places, np.int64) for places in places_in(problem, statistic))
-        tables = list(found.tables)
+        tables = list(gradients.tables)
         for slot, own_slot in zip(slots, own_slots, strict=True):
             tables[slot] = tables[slot] + added.tables[own_slot]
-        query = _add_at(found.query, (..., heads[:, None], rows, slice(None)), added.query)
-        key = _add_at(found.key, (..., key_heads, slice(None), slice(None)), added.key)
-        sinks = None if found.sinks is None else _add_at(found.sinks, heads, added.sinks)
-        return replace(found, query=query, key=key, tables=tuple(tables), sinks=sinks)
+        query = _add_at(gradients.query, (..., heads[:, None], rows, slice(None)), added.query)
+        key = _add_at(gradients.key, (..., key_heads, slice(None), slice(None)), added.key)
+        sinks = None if gradients.sinks is None else _add_at(gradients.sinks, heads, added.sinks)
+        return replace(gradients, query=query, key=key, tables=tuple(tables), sinks=sinks)
 
 
 def _read_wrt(
-    wrt: Any, given: Mapping[str, Any], score: Expression | None, scale_table: Table | None
+    wrt: Any, inputs: Mapping[str, Any], score: Expression | None, scale_table: Table | None
 ) -> dict[Input, Table]:
     """Return a dict from tables and "scale" in `wrt` to their tables. An input without gradient is a ParameterError."""
     origins = [] if score is None else [table.origin for table in score.tables if table.kind == "float"]
@@ -349,7 +355,7 @@ def _read_wrt(
             tables[name] = name
         elif isinstance(name, str) and name == "scale" and scale_table is not None:
             tables[name] = scale_table
-        elif not isinstance(name, str) or given.get(name) is None:
+        elif not isinstance(name, str) or inputs.get(name) is None:
             raise ParameterError(
                 f"wrt has {name!r}",
                 '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score',
@@ -358,11 +364,11 @@ def _read_wrt(
     return tables
 
 
-def _suggest_wrt(given: Any) -> str:
+def _suggest_wrt(entry: Any) -> str:
     """Return the cure for an entry of `wrt`, or for a `wrt` that is no list."""
-    if isinstance(given, Table):
+    if isinstance(entry, Table):
         return "wrt=[t] with a table t of floats that the score reads; masks have no gradients"
-    if isinstance(given, Expression) or hasattr(given, "shape"):
+    if isinstance(entry, Expression) or hasattr(entry, "shape"):
         return "t = sightline.table(array), then t in the score, relative_bias(t) for example, and wrt=[t]"
     return 'wrt=["query", "key", "value"]'
 
@@ -382,12 +388,12 @@ def _read_gradients(d_seen: Any, names: Sequence[str] | None, see: Sequence[Stat
     if len(d_seen) != len(see):
         allowed = f"{len(see)}, one for each statistic of `see`"
         raise ParameterError(f"{len(d_seen)} gradients in d_seen", allowed, "None for a statistic without gradient")
-    found = []
+    gradients = []
     for statistic, d, result in zip(see, d_seen, seen, strict=True):
         if d is not None and not statistic.is_differentiable:
             raise ParameterError(f"a gradient of {statistic}", "statistics with gradients", "None in its place")
-        found.append(_read_gradient(repr(statistic), d, arrays_of(result)[0]))
-    return found
+        gradients.append(_read_gradient(repr(statistic), d, arrays_of(result)[0]))
+    return gradients
 
 
 def _read_gradient(name: str, gradient: Any, result: Any) -> Any:
@@ -411,8 +417,8 @@ def _version(array: Any) -> Any:
 
 def _sample(array: Any) -> bytes:
     """Return the bytes of a small array, or of a few entries of a large one. To read all would slow a short call."""
-    found = array if array.nbytes <= MAX_WHOLE_BYTES else array.flat[_places(array.size)]
-    return bytes(found.tobytes())
+    entries = array if array.nbytes <= MAX_WHOLE_BYTES else array.flat[_places(array.size)]
+    return bytes(entries.tobytes())
 
 
 @lru_cache(64)
