@@ -70,14 +70,16 @@ class KeyLists:
     def of(cls, mask: Expression | None) -> KeyLists | None:
         """Return the shortest lists that a mask names; None if no condition of the mask names keys by a table."""
         conditions = [] if mask is None else conjuncts(mask)
-        found = []
+        lists_of_mask = []
         for condition in conditions:
-            entries = [_read_entry(each) for each in conjuncts(condition, "logical_or")]
+            entries = [_read_entry(term) for term in conjuncts(condition, "logical_or")]
             known = tuple([entry for entry in entries if entry is not None])
             if condition.tables and len(known) == len(entries):
                 is_exact = all(count == 1 for _, count in known)
-                found.append(cls(known, tuple([each for each in conditions if each is not condition or not is_exact])))
-        return min(found, key=lambda lists: lists.length, default=None)
+                lists_of_mask.append(
+                    cls(known, tuple([kept for kept in conditions if kept is not condition or not is_exact]))
+                )
+        return min(lists_of_mask, key=lambda lists: lists.length, default=None)
 
 
 def _read_entry(condition: Expression) -> tuple[Expression, int] | None:
@@ -191,19 +193,19 @@ class Gathering:
         return self.xp.moveaxis(array[:, :, rows], 1, 2)[:, :, :, None]
 
     def add_statistic(
-        self, statistic: Statistic, arrays: Sequence[Any], part: GatheredPart, found: Sequence[Any]
+        self, statistic: Statistic, arrays: Sequence[Any], part: GatheredPart, part_arrays: Sequence[Any]
     ) -> None:
         """Add the arrays of a part's statistic to the arrays of the whole problem's statistic."""
         xp = self.xp
         if isinstance(statistic, Reduction) and "i" in statistic.axes:
-            self._add_to_cells(statistic, arrays[0], part, found[0])
+            self._add_to_cells(statistic, arrays[0], part, part_arrays[0])
             return
-        self.rows_of(arrays[0], part.rows)[...] = found[0]
-        if len(found) > 1:  # positions among the copied keys; −1 for none
-            where = xp.reshape(found[1], (*found[1].shape[:3], -1))
+        self.rows_of(arrays[0], part.rows)[...] = part_arrays[0]
+        if len(part_arrays) > 1:  # positions among the copied keys; −1 for none
+            where = xp.reshape(part_arrays[1], (*part_arrays[1].shape[:3], -1))
             keys = xp.broadcast_to(part.keys, (*where.shape[:3], part.keys.shape[-1]))
             keys = xp.where(where < 0, where, xp.take_along_axis(keys, xp.clip(where, 0, None), axis=-1))
-            self.rows_of(arrays[1], part.rows)[...] = xp.reshape(keys, found[1].shape)
+            self.rows_of(arrays[1], part.rows)[...] = xp.reshape(keys, part_arrays[1].shape)
 
     def _add_to_cells(self, statistic: Reduction, array: Any, part: GatheredPart, entries: Any) -> None:
         """Combine entries (B, queries, H, 1, c) with the cells of a sum or maximum: over queries, a cell is a key."""
@@ -274,10 +276,10 @@ class Gather(Kernel):
         if problem.dropout:
             yield Refusal("dropout, which depends on the positions of keys", "leave dropout=0")
         for statistic in problem.see:
-            one = unwrap_mean(statistic)
-            if isinstance(one, Reduction) and one.is_matrix:
+            unwrapped = unwrap_mean(statistic)
+            if isinstance(unwrapped, Reduction) and unwrapped.is_matrix:
                 yield Refusal(f"{statistic}, which has an entry for each pair", "leave it out, or use pooled")
-            elif isinstance(one, Reduction) and one.axes == "i" and one.finds:
+            elif isinstance(unwrapped, Reduction) and unwrapped.axes == "i" and unwrapped.finds:
                 yield Refusal(f"{statistic}, which finds queries", "leave it out")
         yield from kernels.refuse_no_pairs(problem)
 
@@ -309,17 +311,22 @@ class Gather(Kernel):
         output = empty((*shape, problem.d_v), problem.dtype, problem.query, has_heads_in_rows(problem.query))
         lse = empty(shape, "float64", problem.query)
         context = ForwardContext(problem, lse, shape[:-1])
-        statistics = [computed_statistic(each) for each in problem.see if each.reads_tiles]
+        statistics = [computed_statistic(statistic) for statistic in problem.see if statistic.reads_tiles]
         arrays = [statistic.start(context) for statistic in statistics]
-        see = tuple([_entries_of(each) for each in statistics])
+        see = tuple([_entries_of(statistic) for statistic in statistics])
         for part in call.parts(see):
             result = kernels.choose(self.by_tiles, part.problem).kernel.run(part.problem, threads)
             call.rows_of(output, part.rows)[...] = result.output
             call.rows_of(lse, part.rows)[...] = result.lse
-            for statistic, own, found in zip(statistics, arrays, result.seen, strict=True):
-                call.add_statistic(statistic, own, part, arrays_of(found))
-        finished = {id(each): each.finish(own, context) for each, own in zip(statistics, arrays, strict=True)}
-        return Result(output, lse, dispatch_statistics(problem, lse, lambda each: finished[id(each)], lambda rest: ()))
+            for statistic, totals, statistic_of_part in zip(statistics, arrays, result.seen, strict=True):
+                call.add_statistic(statistic, totals, part, arrays_of(statistic_of_part))
+        finished = {
+            id(statistic): statistic.finish(totals, context)
+            for statistic, totals in zip(statistics, arrays, strict=True)
+        }
+        return Result(
+            output, lse, dispatch_statistics(problem, lse, lambda statistic: finished[id(statistic)], lambda rest: ())
+        )
 
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
         return self.refuses(problem)
@@ -330,20 +337,22 @@ class Gather(Kernel):
         d_query, d_key, d_value = (xp.zeros_like(x) for x in (wide.query, call.key, call.value))
         learned: dict[Any, Any] = {}
         for part in call.parts():
-            found = self._differentiate(call, part, given, threads)
-            call.rows_of(d_query, part.rows)[...] = found.query
-            values = [xp.reshape(x, (-1, x.shape[-1])) for x in (found.key, found.value)]
+            part_gradients = self._differentiate(call, part, given, threads)
+            call.rows_of(d_query, part.rows)[...] = part_gradients.query
+            values = [xp.reshape(x, (-1, x.shape[-1])) for x in (part_gradients.key, part_gradients.value)]
             add_rows(part.places, (d_key, values[0]), (d_value, values[1]))
-            tables = {id(table): array for table, array in zip(part.problem.tables, found.tables, strict=True)}
-            terms = {slot: tables.get(id(wide.tables[slot])) for slot in wanted_tables} | {"sinks": found.sinks}
+            tables = {id(table): array for table, array in zip(part.problem.tables, part_gradients.tables, strict=True)}
+            terms = {slot: tables.get(id(wide.tables[slot])) for slot in wanted_tables} | {
+                "sinks": part_gradients.sinks
+            }
             for name in terms:
                 if terms[name] is not None:
                     learned[name] = learned[name] + terms[name] if name in learned else terms[name]
         sums = [d_query, d_key, d_value, *[learned.get(slot) for slot in ("sinks", *range(len(problem.tables)))]]
-        own = [problem.query, problem.key, problem.value, problem.sinks, *[table.array for table in problem.tables]]
+        inputs = [problem.query, problem.key, problem.value, problem.sinks, *[table.array for table in problem.tables]]
         d_query, d_key, d_value, d_sinks, *d_tables = [
             None if total is None else namespace(x).reshape(namespace(x).astype(convert(total, x), x.dtype), x.shape)
-            for total, x in zip(sums, own, strict=True)
+            for total, x in zip(sums, inputs, strict=True)
         ]
         return Gradients(d_query, d_key, d_value, tuple(d_tables), d_sinks)
 
@@ -361,13 +370,13 @@ class Gather(Kernel):
             exact = kernel.run(part.problem, threads)
             d_lse = subtract_rounding(d_lse, d_output, (output, lse), (exact.output, exact.lse))
             d_output, output = widen(d_output, output)
-        own: dict[str, Any] = {name: formula.rewrite(part.symbols) for name, formula in added.formulas.items()}
+        part_terms: dict[str, Any] = {name: formula.rewrite(part.symbols) for name, formula in added.formulas.items()}
         sums = {name: getattr(added, name) for name in ("lse", "weights_sum")}
-        own |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
-        saved, added = (output, lse), replace(added, **own)
-        found = kernel.backward(part.problem, GivenGradients(d_output, d_lse, saved, slots, added), threads)
-        if found is not None:
-            return found
+        part_terms |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
+        saved, added = (output, lse), replace(added, **part_terms)
+        gradients = kernel.backward(part.problem, GivenGradients(d_output, d_lse, saved, slots, added), threads)
+        if gradients is not None:
+            return gradients
         is_imprecise = is_lse_too_large(lse, part.problem.accumulator)
         return streaming.backward(part.problem, d_output, d_lse, (), None if is_imprecise else saved, added)
 
