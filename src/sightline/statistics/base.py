@@ -305,25 +305,27 @@ def statistic_gradients(
     `compute(statistic)` returns the result of another statistic of the problem; None if no statistic needs one, see
     `StatisticBase.backward_computes`.
     """
-    given = zip(problem.see, d_seen, saved or [()] * len(d_seen), strict=False)
+    requested = zip(problem.see, d_seen, saved or [()] * len(d_seen), strict=False)
     gradients = [
         statistic.backward(BackwardContext(problem, lse, compute, gradient, arrays=arrays))
-        for statistic, gradient, arrays in given
+        for statistic, gradient, arrays in requested
         if gradient is not None
     ]
 
     def sum_present(field: str) -> Any:
-        terms = [getattr(each, field) for each in gradients]
+        terms = [getattr(terms_of_statistic, field) for terms_of_statistic in gradients]
         present = [term for term in terms if term is not None]
         return reduce(add, present) if present else None
 
-    sums = [each.weights_sum for each in gradients if each.weights is not None]
+    sums = [
+        terms_of_statistic.weights_sum for terms_of_statistic in gradients if terms_of_statistic.weights is not None
+    ]
     return StatisticGradients(
         weights=sum_present("weights"),
         scores=sum_present("scores"),
         lse=sum_present("lse"),
         weights_sum=reduce(add, sums) if sums and all(known is not None for known in sums) else None,
-        includes_zero_weights=any(each.includes_zero_weights for each in gradients),
+        includes_zero_weights=any(terms_of_statistic.includes_zero_weights for terms_of_statistic in gradients),
     )
 
 

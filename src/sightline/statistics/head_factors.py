@@ -34,8 +34,10 @@ def parse_factors(how: str, weights: Any) -> Factors:
             "constants",
             "weights=w.detach(), or multiply the statistic of each head by w yourself",
         )
-    given = weights.tolist() if hasattr(weights, "tolist") else weights
-    rows = given if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple) else [given]
+    numbers = weights.tolist() if hasattr(weights, "tolist") else weights
+    rows = (
+        numbers if isinstance(numbers, list | tuple) and numbers and isinstance(numbers[0], list | tuple) else [numbers]
+    )
     if not all(isinstance(row, list | tuple) and row and all(map(_is_finite, row)) for row in rows):
         raise ParameterError(
             f"weights={weights!r} of heads", "H finite numbers, or (layers, H) in a watch", "weights=[0.5, 0.5]"
@@ -46,7 +48,7 @@ def parse_factors(how: str, weights: Any) -> Factors:
             f"weights={weights!r}, whose sum is 0, of a mean", "weights with another sum", '.sum("heads", weights=...)'
         )
     factors = tuple([tuple([weight / total for weight in row]) for row, total in zip(rows, totals, strict=True)])
-    return factors[0] if rows[0] is given else factors
+    return factors[0] if rows[0] is numbers else factors
 
 
 def _is_finite(number: Any) -> bool:

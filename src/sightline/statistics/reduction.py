@@ -437,14 +437,14 @@ def _share_of_entropy(part: KeyPart) -> Any:
     return weigh(part.factor, part.arrays[0] - part.total * logarithm)
 
 
-def _larger_score(one: Any, two: Any) -> tuple[Any, Any]:
+def _larger_score(first: Any, second: Any) -> tuple[Any, Any]:
     """Return the larger of two (score, key); of equal scores, the one with the smaller key. NaN is the largest."""
-    (score, key), (other, other_key) = one, two
+    (score, key), (other_score, other_key) = first, second
     xp = namespace(score)
-    is_equal = (score == other) | (xp.isnan(score) & xp.isnan(other))
-    is_new = (other > score) | (xp.isnan(other) & ~xp.isnan(score))
+    is_equal = (score == other_score) | (xp.isnan(score) & xp.isnan(other_score))
+    is_new = (other_score > score) | (xp.isnan(other_score) & ~xp.isnan(score))
     is_new = is_new | (is_equal & (other_key >= 0) & (other_key < key))
-    return xp.where(is_new, other, score), xp.where(is_new, other_key, key)
+    return xp.where(is_new, other_score, score), xp.where(is_new, other_key, key)
 
 
 def _may_underflow(context: BackwardContext, largest: Any) -> bool:
