@@ -232,7 +232,7 @@ FAULTS = {
         "received",
     ),
     "a mean that is a sum": (
-        Fault(array_operations._join_blocks, "one.divide(found[0], problem.n, problem.m)", "found[0]"),
+        Fault(array_operations._join_blocks, "unwrapped.divide(joined[0], problem.n, problem.m)", "joined[0]"),
         "mean received",
     ),
     "a cell too far": (Fault(array_operations._Blocks.pool, "at - start", "at + 1 - start"), "pooled"),

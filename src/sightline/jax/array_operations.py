@@ -303,16 +303,16 @@ def _join_blocks(statistic: Statistic, arrays: Sequence[Any], problem: Problem) 
 
     In `arrays`, a mean over queries or a cell is still a sum, and a mean over heads or batch still has these axes.
     """
-    one = unwrap_mean(statistic)
-    if not isinstance(one, Reduction) or "i" not in one.axes:
-        found = [_concatenate(array, problem) for array in arrays]
-    elif one.is_extremum:
-        found = _join_extrema(arrays, 1 if one.how == "max" else -1)
+    unwrapped = unwrap_mean(statistic)
+    if not isinstance(unwrapped, Reduction) or "i" not in unwrapped.axes:
+        joined = [_concatenate(array, problem) for array in arrays]
+    elif unwrapped.is_extremum:
+        joined = _join_extrema(arrays, 1 if unwrapped.how == "max" else -1)
     else:
-        found = [jnp.sum(array, axis=0) for array in arrays]
-    if isinstance(one, Reduction) and one.how == "mean":
-        found = [one.divide(found[0], problem.n, problem.m)]
-    return [statistic.average(x, len(problem.batch_shape)) for x in found] if isinstance(statistic, Mean) else found
+        joined = [jnp.sum(array, axis=0) for array in arrays]
+    if isinstance(unwrapped, Reduction) and unwrapped.how == "mean":
+        joined = [unwrapped.divide(joined[0], problem.n, problem.m)]
+    return [statistic.average(x, len(problem.batch_shape)) for x in joined] if isinstance(statistic, Mean) else joined
 
 
 def _join_extrema(arrays: Sequence[Any], sign: int) -> list[Any]:

@@ -236,8 +236,8 @@ class _Exchange:
         seen = tuple([statistic.build_result(own) for statistic, own in zip(whole.see, arrays, strict=True)])
         answer = to_caller_layout(whole, Result(output.astype(whole.query.dtype), None, seen))
         leaves, structure = jax.tree.flatten(answer)
-        found: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
-        return found
+        result: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
+        return result
 
     def start(self, rows: int) -> Sums:
         whole = self.problem.whole

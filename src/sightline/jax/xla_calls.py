@@ -182,17 +182,19 @@ class XlaBackward(XlaCall):
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, (output, lse_words, *gradients) = self.split_arguments(arrays)
-        found = dict(zip(self.given, gradients, strict=True))
-        if OUTPUT not in found:
-            found[OUTPUT] = np.zeros(output.shape, output.dtype)
+        d_results = dict(zip(self.given, gradients, strict=True))
+        if OUTPUT not in d_results:
+            d_results[OUTPUT] = np.zeros(output.shape, output.dtype)
         lse = lse_words.view(np.float64)[..., 0]
         forward = ForwardPass(inputs[:NUM_OPERANDS], output, lse, inputs.sinks, inputs.seed, self.spec.threads)
         passes = self.passes.get(machine_setting())
         if passes is None:
             passes = self.passes[machine_setting()] = self.make_passes(inputs)
-        given = self.read_inputs(inputs, forward, found)
-        own = passes.differentiate(given, forward, lambda: self.dispatch(passes.slots, inputs, forward, found))
-        return [own[k] for k in self.wanted_places]
+        backward_inputs = self.read_inputs(inputs, forward, d_results)
+        d_inputs = passes.differentiate(
+            backward_inputs, forward, lambda: self.dispatch(passes.slots, inputs, forward, d_results)
+        )
+        return [d_inputs[k] for k in self.wanted_places]
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
