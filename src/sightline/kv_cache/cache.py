@@ -508,14 +508,14 @@ class KVCache(StoredRows):
             capacity = check_count("capacity={!r}", capacity, 0, "capacity=1024")
         if self._kept is not None:
             raise ParameterError("last() of a cache after keep()", "a cache of all keys", "cache.keep(last_positions)")
-        found = object.__new__(type(self))
-        found.__dict__ |= self.__dict__
-        found._storage = self._storage and self._storage.from_row(first)
+        tail = object.__new__(type(self))
+        tail.__dict__ |= self.__dict__
+        tail._storage = self._storage and self._storage.from_row(first)
         newest = self._newest_positions
-        found._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
-        if capacity is not None and found._storage is not None:
-            found._storage.move(max(capacity, found._num_rows), found._num_rows)
-        return found
+        tail._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
+        if capacity is not None and tail._storage is not None:
+            tail._storage.move(max(capacity, tail._num_rows), tail._num_rows)
+        return tail
 
     @at_once
     def reset(self) -> None:
@@ -525,10 +525,10 @@ class KVCache(StoredRows):
 
     def joined(self) -> KVCache:
         """Return this cache if it has no prefix, else a cache with copies of the prefix's rows and of this cache's."""
-        found = self
-        while found.prefix is not None:
-            found = found._merge_prefix()
-        return found
+        cache = self
+        while cache.prefix is not None:
+            cache = cache._merge_prefix()
+        return cache
 
     def compacted(self) -> KVCache:
         """Return the cache after its nearest prefixes became its own rows, if sequences share them no more.
@@ -555,16 +555,16 @@ class KVCache(StoredRows):
         """Return a cache whose own rows are copies of the rows of the nearest prefix, and then of this cache's own."""
         assert self.prefix is not None
         assert self._storage is not None
-        found = copy.deepcopy(self.prefix.cache)
-        found.reorder(self.prefix.owners)
-        found.truncate(self.prefix.lengths)
-        assert found._storage is not None
-        first = found.row_counts
-        found._storage.append_rows(self._storage, first, self.row_counts, found._num_rows)
-        found._storage.squares = found._storage.squares + self._storage.squares
-        found.drafts = self.drafts and self.drafts.after(first)
-        found._set_lengths(self._lengths, self._newest_positions)
-        return found
+        merged = copy.deepcopy(self.prefix.cache)
+        merged.reorder(self.prefix.owners)
+        merged.truncate(self.prefix.lengths)
+        assert merged._storage is not None
+        first = merged.row_counts
+        merged._storage.append_rows(self._storage, first, self.row_counts, merged._num_rows)
+        merged._storage.squares = merged._storage.squares + self._storage.squares
+        merged.drafts = self.drafts and self.drafts.after(first)
+        merged._set_lengths(self._lengths, self._newest_positions)
+        return merged
 
     def _check_no_drafts(self, operation: str) -> None:
         if self.drafts is not None:
