@@ -310,17 +310,17 @@ class Seen:
         if kind not in (None, "self", "cross"):
             raise ParameterError(f"kind={kind!r}", '"self", "cross" or None', 'seen.of(kind="self")')
         names = self.layers if layer is None else select_names(self.layers, layer)
-        steps = {one.layer: one.step + 1 for one in self.calls}
-        counts = {(one.layer, one.step): one.call + 1 for one in self.calls}
+        steps = {recorded.layer: recorded.step + 1 for recorded in self.calls}
+        counts = {(recorded.layer, recorded.step): recorded.call + 1 for recorded in self.calls}
         calls = [
-            one
-            for one in self.calls
-            if one.layer in names
-            and (kind is None or one.kind == kind)
-            and (step is None or one.step == (step if step >= 0 else steps[one.layer] + step))
-            and (call is None or one.call == (call if call >= 0 else counts[one.layer, one.step] + call))
+            recorded
+            for recorded in self.calls
+            if recorded.layer in names
+            and (kind is None or recorded.kind == kind)
+            and (step is None or recorded.step == (step if step >= 0 else steps[recorded.layer] + step))
+            and (call is None or recorded.call == (call if call >= 0 else counts[recorded.layer, recorded.step] + call))
         ]
-        selected = Seen(calls if heads is None else [one.of_heads(heads) for one in calls])
+        selected = Seen(calls if heads is None else [recorded.of_heads(heads) for recorded in calls])
         selected._tokens = self._tokens  # the labels fit all calls, of which these are a part
         return selected
 
@@ -459,20 +459,20 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], w
         A path, a pattern or an index in `asked` matches no name.
     """
     matches: set[str] = set()
-    for one in asked if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]:
-        if isinstance(one, str):
-            fitting = [name for name in names if fnmatchcase(name, one)]
+    for selector in asked if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]:
+        if isinstance(selector, str):
+            fitting = [name for name in names if fnmatchcase(name, selector)]
         else:
-            is_number = isinstance(one, int) and not isinstance(one, bool)
-            fitting = [names[one]] if is_number and -len(names) <= one < len(names) else []
+            is_number = isinstance(selector, int) and not isinstance(selector, bool)
+            fitting = [names[selector]] if is_number and -len(names) <= selector < len(names) else []
         if not fitting:
-            near = get_close_matches(str(one).strip("*."), names, 4, 0.3) or names[:4]
+            near = get_close_matches(str(selector).strip("*."), names, 4, 0.3) or names[:4]
             if what == "modules":  # few of them compute attention
                 cure = "layers=[0], the first layer that runs; `seen.layers` of a watch without layers= has all paths"
             else:
                 cure = f'layers=["{near[0]}"]' if near else "a model with attention"
             raise ParameterError(
-                f"layers={one!r}, which selects none of {len(names)} {what}",
+                f"layers={selector!r}, which selects none of {len(names)} {what}",
                 f"a number of a layer, or a path or pattern of {what} such as {', '.join(near)}",
                 cure,
             )
@@ -593,8 +593,8 @@ def _ranges(cells: Sequence[str]) -> str:
     if len(set(cells)) == 1:
         return cells[0]
     numbers = sorted(set(map(int, cells)))
-    starts = [one for one in numbers if one - 1 not in numbers]
-    ends = [one for one in numbers if one + 1 not in numbers]
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
     return ", ".join(f"{a}–{z}" if z > a else f"{a}" for a, z in zip(starts, ends, strict=True))
 
 

@@ -159,19 +159,19 @@ class TokenRecorder:
         def read(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
             if torch.compiler.is_compiling():  # a compiled model records nothing
                 return
-            given = signature.bind_partial(*inputs, **options).arguments
-            given |= given.pop("kwargs", {})
-            ids, spectrogram = given.get("input_ids"), given.get("input_features")
+            call_inputs = signature.bind_partial(*inputs, **options).arguments
+            call_inputs |= call_inputs.pop("kwargs", {})
+            ids, spectrogram = call_inputs.get("input_ids"), call_inputs.get("input_features")
             if side == "encoder" and self.model.config.model_type == "whisper" and isinstance(spectrogram, Tensor):
                 frames = frame_labels(-(-spectrogram.shape[-1] // 2))
                 self.current = InputIds({}, self.tokenizer, positions=(side, len(spectrogram), frames))
-            image, size = given.get("pixel_values"), getattr(self.model.config, "patch_size", None)
+            image, size = call_inputs.get("pixel_values"), getattr(self.model.config, "patch_size", None)
             if not side and not self.current.by_side and isinstance(image, Tensor) and isinstance(size, int):
                 registers = getattr(self.model.config, "num_register_tokens", 0)
                 patches = patch_labels(["class"], registers, image.shape[-2] // size, image.shape[-1] // size)
                 self.current = InputIds({}, self.tokenizer, positions=(side, len(image), patches))
             if isinstance(ids, Tensor) and ids.ndim == 2:
-                self._add(side, ids, given.get("attention_mask"), cache_of(given))
+                self._add(side, ids, call_inputs.get("attention_mask"), cache_of(call_inputs))
 
         return read
 
