@@ -58,10 +58,10 @@ def backward_in_parts(
         part = part_of(problem, *operands, first_row=rows.start, first_key=keys.start)
         d_rows = None if d_lse is None else d_lse[..., rows]
         own_saved = output[..., rows, :], lse[..., rows]
-        found = backward(part, GivenGradients(d_output[..., rows, :], d_rows, own_saved, ()), threads, processor)
-        if found is None:
+        gradients = backward(part, GivenGradients(d_output[..., rows, :], d_rows, own_saved, ()), threads, processor)
+        if gradients is None:
             return None
-        for array, span, term in zip(d_arrays, spans, (found.query, found.key, found.value), strict=True):
+        for array, span, term in zip(d_arrays, spans, (gradients.query, gradients.key, gradients.value), strict=True):
             array[..., span, :] += term
     sinks = None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, output, lse)
     d_query, d_key, d_value = d_arrays
