@@ -47,7 +47,6 @@ class BackwardInputs(NamedTuple):
     tables, numbers : the tables and numbers of mask and score, and of the formulas that the statistics add
     structure : the formulas that the statistics add, and what else the kernel depends on; () if only the output has a
         gradient
-    needs_weights_sum : True if `BackwardEntry.weights_sum` must be subtracted from d_lse; see `StatisticGradients`
     """
 
     d_output: Any
@@ -55,7 +54,6 @@ class BackwardInputs(NamedTuple):
     tables: tuple[Any, ...]
     numbers: tuple[float, ...]
     structure: tuple[Any, ...]
-    needs_weights_sum: bool = False
 
 
 def read_inputs(
@@ -95,7 +93,7 @@ def read_inputs(
     structure = structure_of(*request.formulas()[:2], *added.formulas.values())
     tables = tuple([table.array for table in structure.tables])
     key = d_lse is None, added.needs_weights_sum, *added.formulas, *structure.formulas
-    return BackwardInputs(d_output, d_lse, tables, structure.numbers, key, added.needs_weights_sum)
+    return BackwardInputs(d_output, d_lse, tables, structure.numbers, key)
 
 
 def _add_statistics(
@@ -286,23 +284,26 @@ class BackwardPasses:
         make_empty, dtype = FRAMEWORKS[type(output)].make_empty, accumulator(dtype_name(output))
         num_keys, rows, in_rows = operands[1].shape[-2], output.shape[:-1], has_heads_in_rows(operands[0])
         weights_sum = exact = None
-        if given.needs_weights_sum:
-            columns = make_empty((*rows, 1), output.dtype, in_rows), make_empty(rows, dtype)
-            own = structure.first(len(formulas) + 1)
-            weights_sum = found.bound_sum.prepare(given.tables, own, OPERANDS, ("output",), columns, num_keys)
+        if found.bound_sum is not None:
+            makers = make_empty((*rows, 1), output.dtype, in_rows), make_empty(rows, dtype)
+            first = structure.first(len(formulas) + 1)
+            weights_sum = found.bound_sum.prepare(given.tables, first, OPERANDS, ("output",), makers, num_keys)
+            if weights_sum is None:
+                return
         if found.bound_output is not None:
-            wide = make_empty(output.shape, dtype, in_rows), make_empty(rows, "float64")
-            own = structure.first(len(formulas))
-            exact = found.bound_output.prepare(given.tables, own, OPERANDS, ("output", "lse"), wide, num_keys)
-        makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
-        makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
+            makers = make_empty(output.shape, dtype, in_rows), make_empty(rows, "float64")
+            first = structure.first(len(formulas))
+            exact = found.bound_output.prepare(given.tables, first, OPERANDS, ("output", "lse"), makers, num_keys)
+            if exact is None:
+                return
+        sum_makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
+        sum_makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
         # Python computes d_lse and the seed
         can_be_direct = not given.structure and not self.problem.dropout and exact is None
         prepared = call.prepare(
-            given.tables, structure, BACKWARD_OPERANDS, BACKWARD_SUMS, makers, num_keys, can_be_direct
+            given.tables, structure, BACKWARD_OPERANDS, BACKWARD_SUMS, sum_makers, num_keys, can_be_direct
         )
-        needed = prepared, given.needs_weights_sum and weights_sum, found.bound_output is not None and exact
-        if not any(one is None for one in needed):
+        if prepared is not None:
             entry = BackwardEntry(prepared, weights_sum, exact)
             store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_ENTRIES)
 

@@ -32,9 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from ..arrays.operations import Framework, framework, has_heads_in_rows, numpy_address
+from ..arrays.operations import NUMPY, Framework, framework, has_heads_in_rows, numpy_address
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -200,15 +198,15 @@ class ResultBuilder:
         seen, start = [], 0
         for statistic, _, mean, batch_ndim in self.statistics:
             if isinstance(statistic, Lse):
-                own: Sequence[Any] = [self.framework.finish_lse(result.lse, result.output)]
+                arrays: Sequence[Any] = [self.framework.finish_lse(result.lse, result.output)]
             else:
                 first, start = start, start + len(statistic.fill_values)
-                own = result.arrays[first:start]
+                arrays = result.arrays[first:start]
             if self.attach is not None and not statistic.is_differentiable:
-                own = [array.detach() for array in own]
+                arrays = [array.detach() for array in arrays]
             if mean is not None:
-                own = [mean.average(array, batch_ndim) for array in own]
-            seen.append(statistic.build_result(own))
+                arrays = [mean.average(array, batch_ndim) for array in arrays]
+            seen.append(statistic.build_result(arrays))
         return tuple(seen)
 
 
@@ -231,8 +229,8 @@ class ForwardEntry(ResultBuilder):
     ----------
     prepared : the call of the forward kernel; its results are output, lse if it is needed, and arrays of statistics
     passes : the weights passes of the statistics that the forward kernel does not compute
-    dtype : the dtype of query, key, value and output
-    statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in the kernel's order
+    make_makers : function (shape of the output, heads_in_rows) that returns the makers of the forward kernel's results;
+        see `_make_makers`
     needs_lse : True if a statistic, a weights pass or the backward pass reads lse
     squeezed_axis : the axis of the heads in the arrays of passes if the caller's arrays have no such axis; else None
     has_dropout : True if the call needs a seed
@@ -241,8 +239,7 @@ class ForwardEntry(ResultBuilder):
 
     prepared: PreparedCall
     passes: tuple[PreparedPass, ...]
-    dtype: Any
-    statistic_dtypes: tuple[str, ...]
+    make_makers: Callable[[tuple[int, ...], bool], list[Callable[[], Any]]]
     needs_lse: bool
     squeezed_axis: int | None
     has_dropout: bool
@@ -259,18 +256,6 @@ class ForwardEntry(ResultBuilder):
         arrays = [(one.outputs, one.mean, len(one.statistic.fill_values)) for one in self.statistics]
         expected = [(slice(k, k + 1), None, 1) for k in range(len(arrays))]
         return self.attach is None and not self.needs_lse and arrays == expected
-
-    def make_makers(self, shape: tuple[int, ...], heads_in_rows: bool) -> list[Callable[[], Any]]:
-        """Return the functions that allocate the results of the forward kernel.
-
-        `shape` is the shape of the output. `heads_in_rows` says whether the output's memory holds the heads of a
-        position side by side; see `has_heads_in_rows`.
-        """
-        make_empty, rows = self.framework.make_empty, shape[:-1]
-        makers = [make_empty(shape, self.dtype, heads_in_rows)]
-        if self.needs_lse:  # without statistics the caller does not get the lse, so a NumPy array suffices
-            makers.append(make_empty(rows, "float64") if self.statistics else partial(np.empty, rows))
-        return [*makers, *[make_empty(rows, dtype) for dtype in self.statistic_dtypes]]
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
@@ -308,17 +293,17 @@ class ForwardEntry(ResultBuilder):
     ) -> Any:
         """Return (output, seen) from the results of the forward kernel; None if a pass needs the full dispatch."""
         output, lse, outputs = (*results[:2], results[2:]) if self.needs_lse else (results[0], None, results[1:])
-        found = [outputs[statistic.outputs] for statistic in self.statistics] if self.statistics else []
+        by_statistic = [outputs[statistic.outputs] for statistic in self.statistics] if self.statistics else []
         for prepared, bound in self.passes:
             addresses = *request.addresses[:2], self.framework.address(lse), *request.addresses[NUM_OPERANDS:]
             keep_alive = query, key, lse
             status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, keep_alive)
             if status is None:
                 return None
-            for index, own in zip(bound.indices, bound.finish(arrays), strict=True):
-                axis = self.squeezed_axis
-                found[index] = own if axis is None else [array.squeeze(axis) for array in own]
-        arrays = found[0] if len(found) == 1 else [array for own in found for array in own]
+            axis = self.squeezed_axis
+            for index, finished in zip(bound.indices, bound.finish(arrays), strict=True):
+                by_statistic[index] = finished if axis is None else [array.squeeze(axis) for array in finished]
+        arrays = by_statistic[0] if len(by_statistic) == 1 else [array for one in by_statistic for array in one]
         return self.join(request, query, key, value, EntryResult(output, lse, arrays, is_lse_imprecise, seed))
 
 
@@ -365,18 +350,18 @@ def insert(
     attach : see `ResultBuilder`
     kind : the class of the stored call
     """
-    bound_call, own_framework = result.bound_call, framework(arrays[0])
+    bound_call, library = result.bound_call, framework(arrays[0])
     if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
     structure = structure_of(*formulas)
-    has_passes = sum(is_in_weights_pass(statistic) for statistic in map(unwrap_mean, problem.see))
-    if has_passes != sum(len(bound.indices) for bound in result.bound_passes):
+    num_in_passes = sum(is_in_weights_pass(statistic) for statistic in map(unwrap_mean, problem.see))
+    if num_in_passes != sum(len(bound.indices) for bound in result.bound_passes):
         return
     passes = []
     for bound in result.bound_passes:
-        makers = bound.make_makers(own_framework)
-        own = structure if bound.reads_formulas else structure.first(2)  # mask and score
-        call = bound.call.prepare(request.tables, own, ("query", "key", "lse"), (), makers, problem.m)
+        makers = bound.make_makers(library)
+        structure_of_pass = structure if bound.reads_formulas else structure.first(2)  # mask and score
+        call = bound.call.prepare(request.tables, structure_of_pass, ("query", "key", "lse"), (), makers, problem.m)
         if call is None:
             return
         passes.append(PreparedPass(call, bound))
@@ -385,19 +370,50 @@ def insert(
     # `join` does not run for a direct call with one result, so a call that needs `join` also returns lse
     needs_lse = kind.keeps_lse or attach is not None or bool(passes)
     needs_lse = needs_lse or any(isinstance(one.statistic, Lse) for one in statistics)
-    has_dropout, can_be_direct = problem.dropout > 0, problem.dropout == 0 and request.sinks is None
-    results = ("output", "lse") if needs_lse else ("output",)
-    squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
-    rest = tuple(passes), output.dtype, statistic_dtypes, needs_lse, squeezed_axis, has_dropout
+    # without statistics the caller does not get the lse, so a NumPy array suffices
+    per_query = [(library if statistics else NUMPY, "float64")] * needs_lse
+    per_query += [(library, dtype) for dtype in statistic_dtypes]
+    make_makers = partial(_make_makers, library, output.dtype, per_query)
     num_sums = sum(statistic.fused_role == "sum" for statistic in map(unwrap_mean, problem.see))
-    own = structure.first(2 + num_sums)  # mask, score and factors
-    prepared = bound_call.prepare(request.tables, own, OPERANDS, results, (), problem.m, can_be_direct)
+    prepared = bound_call.prepare(
+        request.tables,
+        structure.first(2 + num_sums),  # mask, score and factors
+        OPERANDS,
+        ("output", "lse") if needs_lse else ("output",),
+        make_makers(tuple(output.shape), has_heads_in_rows(arrays[0])),
+        problem.m,
+        can_be_direct=problem.dropout == 0 and request.sinks is None,
+    )
     if prepared is None:
         return
-    entry = kind(own_framework, statistics, attach, prepared, *rest)
-    makers = entry.make_makers(tuple(output.shape), has_heads_in_rows(arrays[0]))
-    entry.prepared = prepared.rebind(bound_call, makers, problem.m)
+    entry = kind(
+        framework=library,
+        statistics=statistics,
+        attach=attach,
+        prepared=prepared,
+        passes=tuple(passes),
+        make_makers=make_makers,
+        needs_lse=needs_lse,
+        squeezed_axis=len(problem.batch_shape) if problem.heads_squeezed else None,
+        has_dropout=problem.dropout > 0,
+    )
     store_call(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
         store_call(families, shared_key, entry)
+
+
+def _make_makers(
+    library: Framework,
+    dtype: Any,
+    per_query: Sequence[tuple[Framework, str]],
+    shape: tuple[int, ...],
+    heads_in_rows: bool,
+) -> list[Callable[[], Any]]:
+    """Return the functions that allocate the results of a forward kernel, for an output of this shape and dtype.
+
+    `per_query` has the library and the dtype of each other result: lse and the arrays of statistics, which have one
+    number per query. `heads_in_rows` is as in `Framework.make_empty`.
+    """
+    others = [other.make_empty(shape[:-1], name) for other, name in per_query]
+    return [library.make_empty(shape, dtype, heads_in_rows), *others]
