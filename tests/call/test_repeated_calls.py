@@ -221,16 +221,14 @@ def keep_input(patch, place):
     patch.setattr(PreparedCall, "run", stale)
 
 
-def keep_word(patch, name, kind=BoundCall):
-    """Run each bound call of this kind with the seed, or the address of the sinks, of the first call."""
-    first, kept, run = {}, [], PreparedCall.run
+def keep_option(patch, name, kind=BoundCall, copy=lambda value: value):
+    """Run each bound call of this kind with the seed or the sinks of the first repetition, or with their copy."""
+    first, run = {}, PreparedCall.run
 
-    def stale(self, addresses, tables, numbers, threads, keep_alive, sinks=0, **named):
-        kept.append(keep_alive)
-        named["sinks"] = sinks
-        if isinstance(self.call, kind) and name in named:
-            named[name] = first.setdefault(id(self), (self, named[name]))[1]
-        return run(self, addresses, tables, numbers, threads, keep_alive, **named)
+    def stale(self, *given, **named):
+        if isinstance(self.call, kind) and named.get(name) is not None:
+            named[name] = first.setdefault(id(self), (self, copy(named[name])))[1]
+        return run(self, *given, **named)
 
     patch.setattr(PreparedCall, "run", stale)
 
@@ -239,16 +237,6 @@ def run_dropout_directly(patch):
     """Make calls with dropout direct. Their records have the seed 0."""
     condition = "problem.dropout == 0 and request.sinks is None"
     plant(Fault(call_cache.insert, condition, "request.sinks is None"), patch)
-
-
-def keep_sinks(patch):
-    """Run each bound call with the values of the sinks of the first repetition."""
-    first = {}
-
-    def stale(self, sinks):
-        return first.setdefault(id(self), (self, convert_sinks(sinks).copy()))[1]
-
-    patch.setattr(BoundCall, "convert_sinks", stale)
 
 
 def ignore_layouts(patch):
@@ -272,11 +260,13 @@ ASSUMPTIONS = {
     "a kernel for the CPU reads the caller's own tables": copy_tables,
     "addresses of tables are those of the call": lambda patch: keep_input(patch, 0),
     "numbers are those of the call": lambda patch: keep_input(patch, 2),
-    "the seed is that of the call": lambda patch: keep_word(patch, "seed"),
-    "the seed of a backward pass is that of its forward pass": lambda patch: keep_word(patch, "seed", BoundBackward),
+    "the seed is that of the call": lambda patch: keep_option(patch, "seed"),
+    "the seed of a backward pass is that of its forward pass": lambda patch: keep_option(patch, "seed", BoundBackward),
     "a call with dropout is not direct": run_dropout_directly,
-    "sinks are those of the call": keep_sinks,
-    "the address of sinks is that of the call": lambda patch: keep_word(patch, "sinks"),
+    "the entries of sinks are those of the call": lambda patch: keep_option(
+        patch, "sinks", copy=lambda sinks: convert_sinks(sinks).copy()
+    ),
+    "the sinks are the array of the call": lambda patch: keep_option(patch, "sinks"),
     "tile ranges are those of the call if its mask reads a table": keep_tile_ranges,
     "the machine is that of the call": lambda patch: patch.setattr(call_request, "machine_setting", lambda: None),
     "a family checks the indices of tables": lambda patch: patch.setattr(

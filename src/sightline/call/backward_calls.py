@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays.layouts import FRAMEWORKS
-from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_rows, namespace, numpy_address, to_numpy
+from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_rows, namespace, to_numpy
 from ..caching import store
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -224,10 +224,8 @@ class BackwardPasses:
             if d_lse is None:
                 return None
         if results is None:
-            address = 0 if d_lse is None else numpy_address(d_lse)
-            keep_alive = arrays, d_lse
             status, results = entry.prepared.run(
-                addresses, given.tables, given.numbers, threads, keep_alive, d_lse=address, seed=seed
+                addresses, given.tables, given.numbers, threads, arrays, d_lse=d_lse, seed=seed
             )
             if status is None:
                 return None
@@ -312,20 +310,17 @@ def _subtract_sum(
     prepared: PreparedCall,
     d_lse: Any,
     given: BackwardInputs,
-    arrays: Sequence[Any],
+    arrays: tuple[Any, ...],
     addresses: Sequence[int],
     sinks: Any,
     threads: int | None,
 ) -> Any:
     """Return d_lse minus the sum `BackwardEntry.weights_sum`; None if the sum needs the full dispatch."""
-    own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
-    address = 0 if own_sinks is None else numpy_address(own_sinks)
     used = *addresses[:NUM_OPERANDS], *addresses[len(BACKWARD_OPERANDS) :]
-    keep_alive = arrays, own_sinks
-    status, (_, sums) = prepared.run(used, given.tables, given.numbers, threads, keep_alive, address)
+    status, results = prepared.run(used, given.tables, given.numbers, threads, arrays, sinks=sinks)
     if status != 0:
         return None
-    sums = to_numpy(sums).astype(np.float64)
+    sums = to_numpy(results[1]).astype(np.float64)
     return -sums if d_lse is None else d_lse - sums
 
 
@@ -335,12 +330,8 @@ def _correct_d_lse(
     """Return d_lse as `subtract_rounding` corrects it for a rounded output; None if that needs the full dispatch."""
     operands, output, lse, sinks, seed, threads = forward
     wide = widen(*operands)
-    own_sinks = None if sinks is None else prepared.call.convert_sinks(sinks)
-    address = 0 if own_sinks is None else numpy_address(own_sinks)
     used = *map(FRAMEWORKS[type(output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
-    status, exact = prepared.run(
-        used, given.tables, given.numbers, threads, (wide, own_sinks, given), address, seed=seed
-    )
+    status, exact = prepared.run(used, given.tables, given.numbers, threads, (wide, given), sinks=sinks, seed=seed)
     if status is None:
         return None
     corrected = to_numpy(subtract_rounding(d_lse, given.d_output, (output, lse), exact))

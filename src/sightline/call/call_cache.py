@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..arrays.operations import NUMPY, Framework, framework, has_heads_in_rows, numpy_address
+from ..arrays.operations import NUMPY, Framework, framework, has_heads_in_rows
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -259,19 +259,16 @@ class ForwardEntry(ResultBuilder):
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        seed, sinks, address = request.seed, None, 0
+        seed = request.seed
         if self.has_dropout and seed is None and self.framework.draw_seed is not None:
             seed = self.framework.draw_seed()
-        if request.sinks is not None:
-            sinks = self.prepared.call.convert_sinks(request.sinks)
-            address = numpy_address(sinks)
         status, results = self.prepared.run(
             request.addresses,
             request.tables,
             request.numbers,
             threads,
-            (query, key, value, sinks),
-            address,
+            (query, key, value),
+            sinks=request.sinks,
             seed=seed if self.has_dropout and seed else 0,
         )
         if status is None or (status and self.statistics):

@@ -57,7 +57,6 @@ class BoundCall:
     min_parallel_multiplications = 1 << 21  # with fewer multiplications a second thread costs more than it saves
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
-    convert_sinks = staticmethod(convert_sinks)
 
     def __init__(
         self,

@@ -15,10 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...arrays.layouts import addresses_of
+from ...arrays.operations import numpy_address
 from ..calls.launch_record import FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT, UNCHANGED, Direct, LaunchRecord
 from ..calls.launcher import FAILED, SHORT
 from ..calls.python_functions import launcher, make_find_or_run
 from ..codegen.abi import call_words, signed_word
+from .arguments import convert_sinks
 
 if TYPE_CHECKING:
     from .bound_call import BoundCall
@@ -90,8 +92,8 @@ class PreparedCall:
         numbers: tuple[float, ...],
         threads: int | None,
         keep_alive: tuple[Any, ...],
-        sinks: int = 0,
-        d_lse: int = 0,
+        sinks: Any = None,
+        d_lse: Any = None,
         seed: int = 0,
     ) -> tuple[int | None, list[Any]]:
         """Return (status, arrays of the results).
@@ -105,7 +107,8 @@ class PreparedCall:
         tables, numbers : the tables and numbers of the caller
         threads : the number of threads; None for the default
         keep_alive : the arrays at these addresses
-        sinks, d_lse : the addresses of these arrays; 0 if there are none
+        sinks : the sinks of the caller; None if there are none
+        d_lse : the gradient of lse, a contiguous NumPy array of float64; None for 0
         seed : the seed of dropout
         """
         if self.lengths is None:
@@ -119,8 +122,12 @@ class PreparedCall:
                     converted.append(convert(tables[table]))
                     (addresses[len(self.operands) + table],) = addresses_of(converted[-1:])
         numbers = numbers[: len(self.call.numbers)]
-        computed = sinks, d_lse, signed_word(seed), *self.lengths
-        given = (keep_alive, results, converted), tuple(addresses), tuple(addresses_of(results)), numbers, computed
+        sinks = None if sinks is None else convert_sinks(sinks)
+        sinks_address = 0 if sinks is None else numpy_address(sinks)
+        d_lse_address = 0 if d_lse is None else numpy_address(d_lse)
+        computed = sinks_address, d_lse_address, signed_word(seed), *self.lengths
+        arrays = keep_alive, sinks, d_lse, results, converted
+        given = arrays, tuple(addresses), tuple(addresses_of(results)), numbers, computed
         return self._launch(threads, given), results
 
     def _launch(self, threads: int | None, given: tuple[Any, ...]) -> int | None:
