@@ -14,12 +14,13 @@ from sightline import Table, b, causal, documents, h, i, j, m, n, padding, prefi
 from sightline.arrays.operations import namespace
 from sightline.call.validation import read_mask, read_score
 from sightline.errors import FormulaError
-from sightline.formula.derivative import DERIVATIVE_RULES, degree_in, derivative
+from sightline.formula.derivative import DERIVATIVE_RULES, derivative
 from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_dense
 from sightline.formula.expression import apply, conjuncts, parse_text, table_lookup
 from sightline.formula.interval_arithmetic import BOUND_RULES
 from sightline.formula.operators import OPERATORS
 from sightline.formula.parameters import structure_of
+from sightline.statistics.weight_formulas import degree_in
 from strategies import conditions, lookups, masks, reals, scores, wholes
 
 EXTENT = (2, 3, 9, 11)

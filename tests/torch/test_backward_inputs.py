@@ -11,8 +11,7 @@ import sightline
 from fault_planting import Fault, assert_found
 from sightline import i, j, s, table
 from sightline.call import backward_calls, call_cache
-from sightline.formula import derivative
-from sightline.statistics import reduction
+from sightline.statistics import reduction, weight_formulas
 from sightline.torch import autograd
 from sightline.torch.operator import make_seed
 
@@ -203,7 +202,7 @@ FAULTS = {  # the fault, and the problem and the statistics that show it
         "causal",
         ("mass",),
     ),
-    "a product of another degree": (Fault(derivative.degree_in, "d + e", "d"), "causal", ("squares",)),
+    "a product of another degree": (Fault(weight_formulas.degree_in, "d + e", "d"), "causal", ("squares",)),
     "a row sum that is not subtracted": (
         Fault(backward_calls._subtract_sum, "-sums", "0 * sums"),
         "causal",

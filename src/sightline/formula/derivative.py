@@ -46,39 +46,6 @@ def vanishes_with(formula: Expression, variable: Expression) -> bool:
     return fold(visit, formula)
 
 
-def degree_in(formula: Expression, variable: Expression) -> float | None:
-    """Return d if the form of the formula shows that f(c x) = c^d f(x) for the variable x and every c > 0, else None.
-
-    By Euler's theorem on homogeneous functions, x · df/dx is then d · f.
-    """
-
-    def visit(node: Expression, inner: list[float | None]) -> float | None:
-        if not isinstance(node, Apply):
-            return float(node is variable)
-        is_zero = [isinstance(x, Constant) and x.value == 0 for x in node.arguments]
-        terms = [d for d, zero in zip(inner, is_zero, strict=True) if not zero]
-        match node.operator, inner:
-            case "multiply", [float(d), float(e)]:
-                return d + e
-            case "divide", [float(d), float(e)]:
-                return d - e
-            case "power", [float(d), 0.0] if isinstance(node.arguments[1], Constant):
-                return d * node.arguments[1].value
-            case "sqrt", [float(d)]:
-                return d / 2
-            case "negative" | "absolute", [d]:
-                return d
-            case "where", [_, d, e]:
-                terms = terms[1:]  # the condition does not count
-            case "add" | "subtract" | "minimum" | "maximum", _:
-                pass
-            case _:
-                return 0.0 if all(d == 0.0 for d in inner) else None
-        return terms[0] if terms and all(d == terms[0] for d in terms) else None
-
-    return fold(visit, formula)
-
-
 def score_tangent(score: Expression | None, tangents: Mapping[Table, Any]) -> Expression | None:
     """Return the directional derivative of a score along tangents of its tables, as a formula; None if it is 0.
 

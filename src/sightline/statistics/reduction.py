@@ -20,7 +20,7 @@ import numpy as np
 from ..arrays.operations import TORCH, convert, dtype_name, framework, itemsize, namespace, needs_gradient
 from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
-from ..formula.derivative import ONE, ZERO, degree_in, derivative, vanishes_with
+from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, apply, walk, where
 from ..formula.tables import Table
@@ -37,8 +37,8 @@ from .base import (
     literal_text,
     weigh,
 )
-from .logarithms import LOG_P, is_entropy, split_logarithms
 from .statistic import Statistic
+from .weight_formulas import LOG_P, degree_in, is_entropy, split_logarithms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
