@@ -54,7 +54,7 @@ def _platform(array: Any) -> Any:
 
 def run(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, tuple[Any, ...]]:
     """Return (output, seen) of `sightline.attention`."""
-    names, kernel = [each.name for each in KERNELS if not isinstance(each, Triton)], options.kernel
+    names, kernel = [candidate.name for candidate in KERNELS if not isinstance(candidate, Triton)], options.kernel
     if kernel is not None and kernel not in names:
         listed = ", ".join(map(repr, names))
         raise ParameterError(f"kernel={kernel!r} for JAX arrays", f"one of {listed}, or None", "leave kernel=None")
@@ -62,11 +62,11 @@ def run(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, tuple[
         shapes = ", ".join(str(np.shape(array)) for array in (query, key, value))
         raise ShapeError(f"arrays of symbolic shapes {shapes}", "fixed shapes", "export one program for each shape")
     seed = options.seed
-    given = fold_traced_scale(options).replace(seed=None if seed is None else 0)
-    problem = parse(query, *unpack_cache(query, key, value, given))
+    static_options = fold_traced_scale(options).replace(seed=None if seed is None else 0)
+    problem = parse(query, *unpack_cache(query, key, value, static_options))
     check_tables(problem)
     options = options.replace(seed=_read_seed(seed, problem.dropout))
-    result = solve_selections_separately(problem, lambda one: solve(one, options))
+    result = solve_selections_separately(problem, lambda subproblem: solve(subproblem, options))
     return to_caller_layout(problem, result)
 
 
@@ -79,11 +79,11 @@ def solve(problem: Problem, options: Options) -> Result:
     parameters = PrimitiveOptions(spec, tuple([dtype for _, dtype in converted]), options.by_position)
     results = attention(*arrays.flatten(), options=parameters)
     seen = []
-    for statistic, own in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):
-        found = own or [results[LSE]]
+    for statistic, own_arrays in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):
+        result_arrays = own_arrays or [results[LSE]]
         if not statistic.is_differentiable:
-            found = [jax.lax.stop_gradient(array) for array in found]
-        seen.append(statistic.build_result(found))
+            result_arrays = [jax.lax.stop_gradient(array) for array in result_arrays]
+        seen.append(statistic.build_result(result_arrays))
     return Result(results[0], results[LSE], tuple(seen))
 
 

@@ -228,12 +228,12 @@ class _Exchange:
         for distance in range(self.size):
             for index in range(len(self.problem.keys.ranks[0])):
                 sums = self.add_block(sums, distance, index)
-        finished = [combine([own], whole.see, normalize=True) for own in sums]
+        finished = [combine([span_sums], whole.see, normalize=True) for span_sums in sums]
         axis = len(whole.batch_shape) + 1  # of the queries
         output, arrays = jax.tree.map(
-            lambda *x: jnp.concatenate(x, axis), *[(own.output, own.seen) for own in finished]
+            lambda *x: jnp.concatenate(x, axis), *[(span_sums.output, span_sums.seen) for span_sums in finished]
         )
-        seen = tuple([statistic.build_result(own) for statistic, own in zip(whole.see, arrays, strict=True)])
+        seen = tuple([statistic.build_result(parts) for statistic, parts in zip(whole.see, arrays, strict=True)])
         answer = to_caller_layout(whole, Result(output.astype(whole.query.dtype), None, seen))
         leaves, structure = jax.tree.flatten(answer)
         result: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
@@ -257,7 +257,10 @@ class _Exchange:
         self.shards, sums = jax.lax.optimization_barrier((self.shards, sums))
         parts = jax.checkpoint(partial(self.compute_parts, distance, index, readers))(*self.shards)
         see = self.problem.whole.see
-        return [own if part is None else combine([own, part], see) for own, part in zip(sums, parts, strict=True)]
+        return [
+            span_sums if part is None else combine([span_sums, part], see)
+            for span_sums, part in zip(sums, parts, strict=True)
+        ]
 
     def compute_parts(self, distance: int, index: int, readers: Any, *shards: Any) -> list[Sums | None]:
         """Return the sums of each span of queries over the keys of one block; None if no device needs the block for it.
@@ -274,10 +277,10 @@ class _Exchange:
         parts: list[Sums | None] = [None] * readers.shape[1]
         for span in np.flatnonzero(readers.any(axis=0)).tolist():
             first_row = _first(self.problem.queries, self.rank, span)
-            own = query[..., self.problem.queries.ranks[0][span].rows, :]
-            arrays = broadcast_inputs({"query": own, "key": key, "value": value})
-            found = solve(self.problem.part(arrays, first_row, first_key), Options())
-            parts[span] = self.separate(read_part(found.output.astype(self.dtype), found.lse, found.seen, first_key))
+            query_of_span = query[..., self.problem.queries.ranks[0][span].rows, :]
+            arrays = broadcast_inputs({"query": query_of_span, "key": key, "value": value})
+            result = solve(self.problem.part(arrays, first_row, first_key), Options())
+            parts[span] = self.separate(read_part(result.output.astype(self.dtype), result.lse, result.seen, first_key))
         return parts
 
 

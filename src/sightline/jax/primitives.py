@@ -195,10 +195,12 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: Pri
     wanted = tuple(k for k in options.spec.find_places(options.spec.score_tables) if type(tangents[k]) is not ad.Zero)
     if not wanted:  # only masks read the arrays with tangents
         return results, [_zero(result) for result in results]
-    given = [tangents[k] for k in wanted]
-    found = tangent_p.bind(*primals, results[OUTPUT], results[PRECISE_LSE], *given, options=options, wanted=wanted)
-    own = dict(zip(options.differentiable_results(primals), found, strict=True))
-    return results, [own.get(k, _zero(result)) for k, result in enumerate(results)]
+    directions = [tangents[k] for k in wanted]
+    derivatives = tangent_p.bind(
+        *primals, results[OUTPUT], results[PRECISE_LSE], *directions, options=options, wanted=wanted
+    )
+    derivative_of = dict(zip(options.differentiable_results(primals), derivatives, strict=True))
+    return results, [derivative_of.get(k, _zero(result)) for k, result in enumerate(results)]
 
 
 def _zero(primal: Any) -> Any:

@@ -233,14 +233,18 @@ class XlaBackward(XlaCall):
         return BackwardInputs(found[OUTPUT], d_lse, tuple(inputs.tables), self.numbers, structure)
 
     def dispatch(
-        self, slots: Sequence[int], inputs: Arrays, forward: ForwardPass, found: dict[int, Any]
+        self, slots: Sequence[int], inputs: Arrays, forward: ForwardPass, d_results: dict[int, Any]
     ) -> tuple[Gradients, Sequence[Expression | None]]:
         """Return the gradients, computed with all checks and the choice of a kernel, and (mask, score) of the call."""
         formulas = self.spec.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
-        d_seen = tuple([found.get(own[0]) if own else None for own in locate_arrays(problem.see, FIRST_ARRAY)])
+        d_seen = tuple(
+            [d_results.get(places[0]) if places else None for places in locate_arrays(problem.see, FIRST_ARRAY)]
+        )
         plan, saved = make_plan(problem, self.spec.kernel), (forward.output, forward.lse)
-        sums = differentiate(problem, plan, found[OUTPUT], found.get(LSE), d_seen, saved, slots, self.spec.threads)
+        sums = differentiate(
+            problem, plan, d_results[OUTPUT], d_results.get(LSE), d_seen, saved, slots, self.spec.threads
+        )
         return sums, formulas
 
 
@@ -268,8 +272,9 @@ def parse_call(text: bytes) -> XlaCall:
     spec, wide_tables, by_position = values.pop("options").values()
     options = PrimitiveOptions(CallSpec(*spec), tuple(wide_tables), by_position)
     types = [
-        tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values.pop(own)]) for own in ("arguments", "results")
+        tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values.pop(role)])
+        for role in ("arguments", "results")
     ]
     kinds: tuple[type[XlaCall], ...] = XlaForward, XlaBackward, XlaTangent
-    (kind,) = [one for one in kinds if one.__name__ == name]
-    return kind(options, *types, **{own: tuple(indices) for own, indices in values.items()})
+    (kind,) = [kind for kind in kinds if kind.__name__ == name]
+    return kind(options, *types, **{field: tuple(indices) for field, indices in values.items()})
