@@ -36,21 +36,21 @@ def add(ds, s, pairs, tables, sums, table_gradients_at, KINDS: tl.constexpr):
     s : the scaled scores that the score formula reads
     sums, KINDS : for each lookup the array to which the kernel adds, and the kind
     """
-    found = table_gradients_at(s, *pairs, tables)
+    table_gradients = table_gradients_at(s, *pairs, tables)
     for k in tl.static_range(len(KINDS)):
-        contribution = tl.where(ds == 0, 0.0, ds * found[k][0])
+        contribution = tl.where(ds == 0, 0.0, ds * table_gradients[k][0])
         if KINDS[k] == "pair":
-            location = sums[k] + tl.broadcast_to(tl.cast(found[k][1], tl.int64), contribution.shape)
+            location = sums[k] + tl.broadcast_to(tl.cast(table_gradients[k][1], tl.int64), contribution.shape)
             seen = contribution != 0
             tl.store(location, tl.load(location, mask=seen, other=0.0) + contribution, mask=seen)
         elif KINDS[k] == "query":
-            add_exactly(sums[k], found[k][1], tl.sum(contribution, 1)[:, None])
+            add_exactly(sums[k], table_gradients[k][1], tl.sum(contribution, 1)[:, None])
         elif KINDS[k] == "key":
-            add_exactly(sums[k], found[k][1], tl.sum(contribution, 0)[None, :])
+            add_exactly(sums[k], table_gradients[k][1], tl.sum(contribution, 0)[None, :])
         elif KINDS[k] == "head":
-            add_exactly(sums[k], found[k][1], tl.sum(tl.sum(contribution, 1), 0))
+            add_exactly(sums[k], table_gradients[k][1], tl.sum(tl.sum(contribution, 1), 0))
         else:
-            add_exactly(sums[k], tl.broadcast_to(found[k][1], contribution.shape), contribution)
+            add_exactly(sums[k], tl.broadcast_to(table_gradients[k][1], contribution.shape), contribution)
 
 
 @triton.jit

@@ -157,12 +157,12 @@ def _bind_tables(
     recorded: RecordedCall, formulas: Sequence[Expression | None], tables: Sequence[Any]
 ) -> list[BoundTable] | None:
     """Return the tables of the kernels; None if the launches may depend on the entries of a table."""
-    origins, found = [id(table) for table in structure_of(*formulas).tables], []
+    origins, bound = [id(table) for table in structure_of(*formulas).tables], []
     for table in recorded.tables:
         if not (table.has_unknown_entries and table.origin in origins):
             return None
-        place, own = origins.index(table.origin), prepare_table(table.array, recorded.problem.query)
+        place, prepared = origins.index(table.origin), prepare_table(table.array, recorded.problem.query)
         array = tables[place]
-        must_move = not (isinstance(array, torch.Tensor) and array.data_ptr() == own.data_ptr())
-        found.append(BoundTable(place, own.stride(), must_move))
-    return found
+        must_move = not (isinstance(array, torch.Tensor) and array.data_ptr() == prepared.data_ptr())
+        bound.append(BoundTable(place, prepared.stride(), must_move))
+    return bound
