@@ -51,17 +51,17 @@ class DirectCall(ArrayReader):
 
         If an attribute does not exist, the function returns with Python's error.
         """
-        found = Variable(self, POINTER, entry)
+        current = Variable(self, POINTER, entry)
         self.call("Py_IncRef", VOID, entry)
         for name in ("prepared", "direct"):
-            with self.if_then(found.get() != self.context["none"]):
-                owner = found.get()
-                found.set(self.call("PyObject_GetAttr", POINTER, owner, self.context[name]))
+            with self.if_then(current.get() != self.context["none"]):
+                owner = current.get()
+                current.set(self.call("PyObject_GetAttr", POINTER, owner, self.context[name]))
                 self.release(owner)
-                with self.if_then(found.get() == self.null()):
+                with self.if_then(current.get() == self.null()):
                     self.release(entry, layouts)
                     self.return_(self.null())
-        return found.get()
+        return current.get()
 
     def run(self, entry: Value, layouts: Value, direct: Value) -> None:
         """Write code that runs the call and returns its results. If the call cannot run, the code goes on after it."""

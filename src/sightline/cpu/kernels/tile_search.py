@@ -99,24 +99,24 @@ class TileSearch:
         """
         builder, args = self.builder, self.args
         pairs = zip(self.formulas, self.spec.clamped, strict=True)
-        clamped = {(id(walk(formula)[position]), axis) for formula, own in pairs for position, axis in own}
+        clamped = {(id(walk(formula)[position]), axis) for formula, places in pairs for position, axis in places}
         box = self.box(**{name: (builder.value(0, INT64), args_length - 1) for name, args_length in self.lengths()})
         renderer = BoundsRenderer(builder, checked_nodes(self.formulas), self.extremes, args.numbers)
         bounds = renderer.evaluate(box, {})
-        found = [builder.value(0, BOOL)]
+        violations = [builder.value(0, BOOL)]
         for node in checked_nodes(self.formulas):
             low, high = bounds[id(node)]
             if node.kind == "int":
-                found.append(~((low > -args.max_integer) & (high < args.max_integer)))
+                violations.append(~((low > -args.max_integer) & (high < args.max_integer)))
             if isinstance(node, Lookup):
                 lengths = args.tables[slot_of(node)].lengths
                 for axis, (index, length) in enumerate(zip(node.arguments, lengths, strict=True)):
                     if has_arguments(index) and (id(node), axis) not in clamped:
                         low, high = bounds[id(index)]
-                        found.append(~((low >= 0.0) & (high < length.to(DOUBLE))))
+                        violations.append(~((low >= 0.0) & (high < length.to(DOUBLE))))
         for slot, number in enumerate(args.numbers if clamped else ()):
-            found.append(number != args.first_numbers.at(8 * slot).load(number.type))
-        return reduce(or_, found)
+            violations.append(number != args.first_numbers.at(8 * slot).load(number.type))
+        return reduce(or_, violations)
 
     def lengths(self) -> list[tuple[str, Value]]:
         args = self.args

@@ -192,8 +192,8 @@ def check_folder(create: bool) -> Path:
     UntrustedError
         Another user may write to the folder, or could redirect the path to another folder.
     """
-    given = cache_folder()
-    path = Path(os.path.realpath(given))
+    configured = cache_folder()
+    path = Path(os.path.realpath(configured))
     if not REPORTS_OWNERS:
         home = Path(os.path.realpath(os.path.expanduser("~")))
         if home not in path.parents:
@@ -203,12 +203,12 @@ def check_folder(create: bool) -> Path:
         if create:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
-    for step in dict.fromkeys([*reversed(given.parents), given, *reversed(path.parents), path]):
+    for step in dict.fromkeys([*reversed(configured.parents), configured, *reversed(path.parents), path]):
         _check_path_component(step, create)
-    found = path.stat()
-    if found.st_uid != os.geteuid():
+    status = path.stat()
+    if status.st_uid != os.geteuid():
         raise UntrustedError(f"{path} belongs to another user; {OTHER_FOLDER}")
-    if found.st_mode & WRITABLE_BY_OTHERS:
+    if status.st_mode & WRITABLE_BY_OTHERS:
         raise UntrustedError(f"other users may write to {path}; chmod 700 {path} prevents this")
     return path
 
@@ -219,17 +219,17 @@ def _check_path_component(step: Path, create: bool) -> None:
     Such a user could redirect the path to another folder. If `create` is true, a missing folder is created.
     """
     try:
-        found = step.lstat()
+        status = step.lstat()
     except FileNotFoundError:
         if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(step, 0o700)
         return
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise UntrustedError(f"{step} belongs to another user; {OTHER_FOLDER}")
     # the user's own group may write, since it often has no other member; the last folder is checked strictly
-    others = stat.S_IWOTH if found.st_gid == os.getegid() else WRITABLE_BY_OTHERS
-    if stat.S_ISDIR(found.st_mode) and found.st_mode & others and not found.st_mode & stat.S_ISVTX:
+    others = stat.S_IWOTH if status.st_gid == os.getegid() else WRITABLE_BY_OTHERS
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & others and not status.st_mode & stat.S_ISVTX:
         raise UntrustedError(f"other users may write to {step}; {OTHER_FOLDER}")
 
 

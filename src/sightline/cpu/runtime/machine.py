@@ -165,7 +165,7 @@ def restrict(machine: Machine, name: str) -> Machine:
     ParameterError
         No machine has this name, or `machine` lacks features of the machine called `name`.
     """
-    runnable = [other for other in machine_names() if not missing_features(machine, named_machine(other))]
+    runnable = [candidate for candidate in machine_names() if not missing_features(machine, named_machine(candidate))]
     if name not in runnable:
         missing = missing_features(machine, named_machine(name)) if name in NAMED_MACHINES else []
         raise ParameterError(
@@ -173,8 +173,8 @@ def restrict(machine: Machine, name: str) -> Machine:
             f"{', '.join(runnable) or 'nothing'} on this processor ({machine.cpu})",
             f"unset {CPU_VARIABLE} to use all features of the processor",
         )
-    other = named_machine(name)
-    return Machine(machine.triple, other.cpu, other.features)
+    named = named_machine(name)
+    return Machine(machine.triple, named.cpu, named.features)
 
 
 def missing_features(machine: Machine, other: Machine) -> list[str]:
