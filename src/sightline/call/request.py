@@ -215,18 +215,18 @@ def _describe_formulas(
         if not callable(score):
             return None
         score = from_function.to_formula(score, "score", "s b h i j")
-    own = formulas_of(see) if see else []
-    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *own
-    if own or formulas[0] is not None or formulas[1] is not None:
-        found = structure_of(*formulas)
-        key, numbers = found.key, found.numbers
+    statistic_formulas = formulas_of(see) if see else []
+    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *statistic_formulas
+    if statistic_formulas or formulas[0] is not None or formulas[1] is not None:
+        formula_structure = structure_of(*formulas)
+        key, numbers = formula_structure.key, formula_structure.numbers
         if key is None:
             return None  # the full dispatch changes the indices of the tables
-        if found.tables:
-            tables += tuple([table.array for table in found.tables])
+        if formula_structure.tables:
+            tables += tuple([table.array for table in formula_structure.tables])
     if has_arrays[1]:
         place = len(tables)
-        if own:
+        if statistic_formulas:
             place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
         tables = (*tables[:place], score, *tables[place:])
     structure = make_tuple(CallStructure, options, has_arrays, sinks is not None, key, None)

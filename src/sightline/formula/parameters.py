@@ -86,11 +86,11 @@ def structure_of(*formulas: Expression | None) -> Structure:
     if structure is not None:
         return structure
     # A model passes one mask to all of its layers. So the structures of a single formula are stored with the formula.
-    given = [(formula, place) for place, formula in enumerate(formulas) if formula is not None]
-    own, key = (given[0][0].structures, (len(formulas), given[0][1])) if len(given) == 1 else ({}, (0, 0))
-    if key in own:
-        return own[key]
-    own[key] = structure = _structure_of_templates(formulas) or _make_structure(formulas)
+    present = [(formula, place) for place, formula in enumerate(formulas) if formula is not None]
+    stored, key = (present[0][0].structures, (len(formulas), present[0][1])) if len(present) == 1 else ({}, (0, 0))
+    if key in stored:
+        return stored[key]
+    stored[key] = structure = _structure_of_templates(formulas) or _make_structure(formulas)
     if not structure.tables:  # `_STRUCTURES` would keep the tables alive
         store(_STRUCTURES, formulas, structure, MAX_STRUCTURES)
     return structure

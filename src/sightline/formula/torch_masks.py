@@ -99,12 +99,12 @@ def causal_bias_formula(bias: Any, lengths: tuple[int, int] | None) -> Expressio
         The lengths of the bias are not those of the call.
     """
     align = "lower right" if bias.variant.name == "LOWER_RIGHT" else "upper left"
-    own = bias.seq_len_q, bias.seq_len_kv
-    if lengths is None or own[0] != lengths[0] or own[1] != lengths[1]:
-        given = "sequences of several lengths" if lengths is None else f"{lengths[0]} queries and {lengths[1]} keys"
+    expected = bias.seq_len_q, bias.seq_len_kv
+    if lengths is None or expected[0] != lengths[0] or expected[1] != lengths[1]:
+        actual = "sequences of several lengths" if lengths is None else f"{lengths[0]} queries and {lengths[1]} keys"
         name = "causal_" + align.replace(" ", "_")
         raise ShapeError(
-            f"the mask {name}({own[0]}, {own[1]}), a CausalBias of torch, in a call of {given}",
+            f"the mask {name}({expected[0]}, {expected[1]}), a CausalBias of torch, in a call of {actual}",
             "the lengths of the call",
             f"mask=sightline.causal({align!r}) of sightline.attention, which fits all lengths"
             + ("" if lengths is None else f", or {name}({lengths[0]}, {lengths[1]})"),
