@@ -244,13 +244,13 @@ class Sinks(Policy):
 
 def _of_key_heads(positions: Any, statistic: Any) -> Any:
     """Return the mean of a statistic (B, H, rows) over the query heads of each key head, (B, G, rows) float64."""
-    found = np.asarray(to_numpy(statistic), np.float64)
+    values = np.asarray(to_numpy(statistic), np.float64)
     B, G, rows = positions.shape
-    heads = found.shape[1] if found.ndim == 3 else 0
-    if found.shape != (B, heads, rows) or heads % max(G, 1):
+    heads = values.shape[1] if values.ndim == 3 else 0
+    if values.shape != (B, heads, rows) or heads % max(G, 1):
         raise ShapeError(
-            f"a statistic of shape {found.shape} of a cache with {B} sequences, {G} heads and {rows} rows",
+            f"a statistic of shape {values.shape} of a cache with {B} sequences, {G} heads and {rows} rows",
             f"({B}, a multiple of {G}, {rows})",
             "the statistic of a call on this cache, before later appends: attention(..., see=[policy.see])",
         )
-    return found.reshape(B, G, -1, rows).mean(2)
+    return values.reshape(B, G, -1, rows).mean(2)

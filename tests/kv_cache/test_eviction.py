@@ -140,7 +140,7 @@ def test_mistakes_are_named(rng, call, error, message):
 FAULTS = {
     "SnapKV": Fault(eviction.SnapKV.rank, "(self.pool // 2, self.pool // 2)", "(0, self.pool - 1)"),
     "H2O": Fault(
-        eviction._of_key_heads, "found.reshape(B, G, -1, rows)", "found.reshape(B, -1, G, rows).swapaxes(1, 2)"
+        eviction._of_key_heads, "values.reshape(B, G, -1, rows)", "values.reshape(B, -1, G, rows).swapaxes(1, 2)"
     ),
     "TOVA": Fault(eviction.TOVA.rank, "seen.mean(1, keepdims=True)", "-seen.mean(1, keepdims=True)"),
     "Sinks": Fault(eviction.Sinks.rank, "positions < self.first", "positions > self.first"),

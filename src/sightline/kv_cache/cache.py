@@ -535,10 +535,10 @@ class KVCache(StoredRows):
 
         A prefix with more rows than the cache stays. So f forks leave at most about log₂ f unshared prefixes.
         """
-        found = self
-        while (prefix := found.prefix) is not None and prefix.is_own and prefix.cache._num_rows <= found._num_rows:
-            found = found._merge_prefix()
-        return found
+        cache = self
+        while (prefix := cache.prefix) is not None and prefix.is_own and prefix.cache._num_rows <= cache._num_rows:
+            cache = cache._merge_prefix()
+        return cache
 
     # -- internals --------------------------------------------------------------------------------------------------
     def _float_view(self) -> tuple[Any, Any]:

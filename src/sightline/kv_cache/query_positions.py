@@ -173,10 +173,10 @@ def _to_mask(given: Any) -> Any:
     return _to_formula(given, "mask", "b h i j")
 
 
-def _to_formula(given: Any, role: str, arguments: str) -> Any:
-    if given is None or hasattr(given, "dtype") or not (isinstance(given, Expression) or callable(given)):
-        return given  # an array, or an argument that a later check refuses
-    return from_function.to_formula(given, role, arguments)
+def _to_formula(formula: Any, role: str, arguments: str) -> Any:
+    if formula is None or hasattr(formula, "dtype") or not (isinstance(formula, Expression) or callable(formula)):
+        return formula  # an array, or an argument that a later check refuses
+    return from_function.to_formula(formula, role, arguments)
 
 
 def find_rewriting(cache: StoredRows, count: int, reads_rows: bool, group: int) -> Rewriting:
