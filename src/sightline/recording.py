@@ -262,11 +262,11 @@ class Seen:
         texts = len(_first_array(results)) if results else math.inf
         for side, labels in (tokens if isinstance(tokens, Mapping) else {"": tokens}).items():
             positions, is_generation = _count_positions(self.calls, side)
-            given = max(map(len, labels), default=0)
-            is_too_long = given > positions and not is_generation  # no layer gets the last token of a generation
-            if positions and (len(labels) > texts or given < positions or is_too_long):
+            longest = max(map(len, labels), default=0)
+            is_too_long = longest > positions and not is_generation  # no layer gets the last token of a generation
+            if positions and (len(labels) > texts or longest < positions or is_too_long):
                 raise ParameterError(
-                    f"tokens: {len(labels)} lists of up to {given} labels, for calls with {texts} batch entries of "
+                    f"tokens: {len(labels)} lists of up to {longest} labels, for calls with {texts} batch entries of "
                     f"{positions} positions",
                     "one label for each position; those of padding at the end may be missing or empty",
                     "tokens=[tokenizer.convert_ids_to_tokens(row) for row in input_ids.tolist()] for texts, or "

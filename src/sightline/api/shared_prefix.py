@@ -38,11 +38,11 @@ def can_merge(query: Any, cache: KVCache, options: Options) -> bool:
         and query.shape[:-3] == stored.shape[:-3]
         and not options.dropout
         and all(
-            one is None or (isinstance(one, Expression) and not _has_pairs(one))
-            for one in (options.mask, options.score)
+            formula is None or (isinstance(formula, Expression) and not _has_pairs(formula))
+            for formula in (options.mask, options.score)
         )
         and (options.see is None or isinstance(options.see, tuple))
-        and all(isinstance(one, Statistic) and one.is_mergeable for one in options.see or ())
+        and all(isinstance(statistic, Statistic) and statistic.is_mergeable for statistic in options.see or ())
     )
 
 

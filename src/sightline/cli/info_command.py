@@ -141,7 +141,7 @@ def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]
 
 
 def _machine() -> dict[str, str]:
-    found = {
+    facts = {
         "processor": f"{processor_name()}, {thread_count.usable_processors()} usable threads",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {sys.version.split()[0]}",
     }
@@ -152,16 +152,16 @@ def _machine() -> dict[str, str]:
 
         features = llvm.get_host_cpu_features()
         machine = host()
-        found["vectors"] = ", ".join(name for name in VECTOR_FEATURES if features.get(name)) or "none known"
-        found["kernels for"] = f"{machine.cpu}: {machine.vector_registers} registers of {machine.vector_bytes} bytes"
+        facts["vectors"] = ", ".join(name for name in VECTOR_FEATURES if features.get(name)) or "none known"
+        facts["kernels for"] = f"{machine.cpu}: {machine.vector_registers} registers of {machine.vector_bytes} bytes"
         if machine != native_machine():
-            found["kernels for"] += f", set by {CPU_VARIABLE}={os.environ[CPU_VARIABLE]}"
-    found["GPU"] = "none found by torch"
+            facts["kernels for"] += f", set by {CPU_VARIABLE}={os.environ[CPU_VARIABLE]}"
+    facts["GPU"] = "none found by torch"
     if has_gpu():
         import torch
 
-        found["GPU"] = torch.cuda.get_device_name()
-    return found
+        facts["GPU"] = torch.cuda.get_device_name()
+    return facts
 
 
 def has_gpu() -> bool:

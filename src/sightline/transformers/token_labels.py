@@ -201,8 +201,8 @@ def recording_tokens(model: nn.Module, tokenizer: Any) -> Iterator[TokenRecorder
     If several models are outermost, None is yielded.
     """
     models = submodels(model)
-    inner = {id(module) for one in models for module in one.modules() if module is not one}
-    outermost = [one for one in models if id(one) not in inner]
+    inner = {id(module) for submodel in models for module in submodel.modules() if module is not submodel}
+    outermost = [submodel for submodel in models if id(submodel) not in inner]
     source = Tokenizer(tokenizer, outermost[0].config.name_or_path)
     with using_sightline(model):
         if len(outermost) > 1:

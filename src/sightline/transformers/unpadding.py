@@ -66,10 +66,10 @@ class Unpadding:
         if tokens.ndim not in (2, 3, 4) or tokens.shape[1] != self.n or tokens.shape[0] not in (1, self.B):
             return array
         if tokens.shape[0] == self.B:
-            found = tokens.flatten(0, 1).index_select(0, self.places)[None]
+            flattened = tokens.flatten(0, 1).index_select(0, self.places)[None]
         else:
-            found = tokens[0].index_select(0, self.columns)[None]
-        return found.transpose(1, 2) if array.ndim == 4 else found
+            flattened = tokens[0].index_select(0, self.columns)[None]
+        return flattened.transpose(1, 2) if array.ndim == 4 else flattened
 
     def pad(self, array: Tensor) -> Tensor:
         """Return an array (1, tokens), (1, tokens, d) or (1, H, tokens, d) with axes (B, n) in place of (1, tokens).
