@@ -328,13 +328,13 @@ class GraphAttacher:
         gradients, inputs, results = arrays
         lse, sinks = call.find_lse(results), call.sinks(inputs)
         forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, call.seed or 0, self.threads)
-        given = read_inputs(request, self.backward.problem, gradients, forward, results)
-        if given is not None and self.backward.places:
-            tables = list(given.tables)
+        backward_inputs = read_inputs(request, self.backward.problem, gradients, forward, results)
+        if backward_inputs is not None and self.backward.places:
+            tables = list(backward_inputs.tables)
             for place, tensor in zip(self.backward.places, inputs[NUM_OPERANDS:], strict=False):
                 tables[place] = tensor
-            given = given._replace(tables=tuple(tables))
-        return given, forward
+            backward_inputs = backward_inputs._replace(tables=tuple(tables))
+        return backward_inputs, forward
 
 
 def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:

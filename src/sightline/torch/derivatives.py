@@ -133,11 +133,11 @@ class Derivative:
 
     def _differentiate(self, variables: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
         """Return the outputs of an order of at least 1. The result is differentiable if `create_graph` is True."""
-        gradients, given = variables[: self.num_gradients], variables[self.num_own_tensors :]
+        gradients, tensors_below = variables[: self.num_gradients], variables[self.num_own_tensors :]
         if self.below is None or self.below.below is None:
             order = self.gradient_indices, self.learned_tables
-            return operator.apply_chain_rule(gradients, *order, self.spec.unflatten(given), self.spec, None)
-        outputs = self.below._differentiate(given, create_graph=True)
+            return operator.apply_chain_rule(gradients, *order, self.spec.unflatten(tensors_below), self.spec, None)
+        outputs = self.below._differentiate(tensors_below, create_graph=True)
         pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if y.requires_grad]
         inputs = [variables[place] for place in self.output_places]
         found: tuple[Tensor, ...] = torch.autograd.grad(
@@ -163,14 +163,14 @@ class Derivative:
         outputs, None for 0. `wanted` says of each tensor whether its gradient is needed.
         """
         if self.order == 0:
-            given = {k: gradient for k, gradient in enumerate(gradients) if gradient is not None}
-            above = self.above([*given], [k for k in self.float_tables if wanted[NUM_OPERANDS + k]])
-            own = [*given.values(), *outputs]
+            known = {k: gradient for k, gradient in enumerate(gradients) if gradient is not None}
+            above = self.above([*known], [k for k in self.float_tables if wanted[NUM_OPERANDS + k]])
+            own_tensors = [*known.values(), *outputs]
         else:
-            above, own = self.above(), _fill_zeros(gradients, tensors, self.output_places)
+            above, own_tensors = self.above(), _fill_zeros(gradients, tensors, self.output_places)
         places = [place - above.num_own_tensors for place in above.output_places]
-        found = dict(zip(places, apply(above, *own, *tensors), strict=True))
-        return [found.get(place) for place in range(len(tensors))]
+        gradient_of = dict(zip(places, apply(above, *own_tensors, *tensors), strict=True))
+        return [gradient_of.get(place) for place in range(len(tensors))]
 
     def push_forward(
         self,
@@ -190,8 +190,8 @@ class Derivative:
             refuse_learned(see, lambda table: id(table.array) in learned)
         if self.order > 0 or self.differentiable_results(tensors) != [0, 1]:
             return self.push_by_operations(tensors, outputs, tangents, types)
-        given = {place: x for place in self.differentiable_places if (x := tangents[place]) is not None}
-        return apply(ForwardDerivative(self, tuple(given)), *tensors, *outputs, *given.values())
+        known = {place: x for place in self.differentiable_places if (x := tangents[place]) is not None}
+        return apply(ForwardDerivative(self, tuple(known)), *tensors, *outputs, *known.values())
 
     def push_by_operations(
         self,
@@ -213,9 +213,9 @@ class Derivative:
         zeros = [tensors[0].new_zeros(types[k][0], dtype=types[k][1]) for k in results]
         inputs = [*zeros, *outputs, *tensors]
         directions = [tangents[place - above.num_own_tensors] for place in above.output_places]
-        own = _fill_zeros(directions, inputs, above.output_places)
-        found = apply(above.above(), *own, *inputs)
-        tangent_of = dict(zip(results, found, strict=False))
+        own_tensors = _fill_zeros(directions, inputs, above.output_places)
+        derivatives = apply(above.above(), *own_tensors, *inputs)
+        tangent_of = dict(zip(results, derivatives, strict=False))
         return [tangent_of.get(k) for k in range(len(types))]
 
     def batch(self, tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> Sequence[Tensor]:
@@ -244,8 +244,8 @@ class ForwardDerivative:
     def compute(self, *tensors: Tensor) -> list[Tensor]:
         """Return the tangents of output and lse."""
         spec = self.derivative.spec
-        given, (output, lse, *directions) = self._split(tensors)
-        arguments = *spec.unflatten(given), *spec
+        call_tensors, (output, lse, *directions) = self._split(tensors)
+        arguments = *spec.unflatten(call_tensors), *spec
         found: list[Tensor] = operator.attention_tangent(directions, list(self.places), output, lse, *arguments)
         return found
 
@@ -256,8 +256,8 @@ class ForwardDerivative:
         chosen = self._differentiable(tensors)
         results, pull_back, *_ = torch.func.vjp(self._by_operations(tensors, chosen), *[tensors[k] for k in chosen])
         filled = [torch.zeros_like(y) if x is None else x for x, y in zip(gradients, results, strict=True)]
-        found = dict(zip(chosen, pull_back(tuple(filled)), strict=True))
-        return [found.get(k) for k in range(len(tensors))]
+        gradient_of = dict(zip(chosen, pull_back(tuple(filled)), strict=True))
+        return [gradient_of.get(k) for k in range(len(tensors))]
 
     def push_forward(
         self, tensors: Sequence[Tensor], _: Sequence[Tensor], tangents: Sequence[Tensor | None], __: Sequence[Any]
@@ -294,11 +294,11 @@ class ForwardDerivative:
 
         def function(*variables: Tensor) -> tuple[Tensor, ...]:
             replaced = dict(zip(chosen, variables, strict=True))
-            given, (output, lse, *directions) = self._split([replaced.get(k, x) for k, x in enumerate(tensors)])
-            found = dict(zip(self.places, directions, strict=True))
+            call_tensors, (output, lse, *directions) = self._split([replaced.get(k, x) for k, x in enumerate(tensors)])
+            direction_of = dict(zip(self.places, directions, strict=True))
             types = [(x.shape, x.dtype) for x in (output, lse)]
-            own = [found.get(place) for place in range(len(given))]
-            return tuple(self.derivative.push_by_operations(given, (output, lse), own, types))
+            tangents = [direction_of.get(place) for place in range(len(call_tensors))]
+            return tuple(self.derivative.push_by_operations(call_tensors, (output, lse), tangents, types))
 
         return function
 

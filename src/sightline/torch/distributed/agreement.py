@@ -85,11 +85,11 @@ def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, 
     digest = hashlib.blake2b(repr(description).encode(), digest_size=8 * DIGEST_WORDS).digest()
     words = [int.from_bytes(digest[k : k + 8], "little", signed=True) for k in range(0, len(digest), 8)]
     device, padding = like.device if isinstance(like, Tensor) else "cpu", [0] * (4 - len(numbers))
-    own = torch.tensor([failure is not None, *words, *numbers, *padding], dtype=torch.int64, device=device)
-    found = [row.tolist() for row in group.exchange(own, "the description of the call")]
-    if any(row[0] or row[: 1 + DIGEST_WORDS] != found[0][: 1 + DIGEST_WORDS] for row in found):
+    message = torch.tensor([failure is not None, *words, *numbers, *padding], dtype=torch.int64, device=device)
+    messages = [row.tolist() for row in group.exchange(message, "the description of the call")]
+    if any(row[0] or row[: 1 + DIGEST_WORDS] != messages[0][: 1 + DIGEST_WORDS] for row in messages):
         _raise_difference(group, failure, description)
-    return [row[1 + DIGEST_WORDS :] for row in found]
+    return [row[1 + DIGEST_WORDS :] for row in messages]
 
 
 def _describe_error(error: Exception) -> str:
@@ -102,8 +102,8 @@ def _describe_error(error: Exception) -> str:
 
 def _raise_difference(group: Group, failure: Exception | None, description: dict[str, str]) -> None:
     """Raise the error of this rank, or an error that says what another rank does differently."""
-    own = None if failure is None else _describe_error(failure), description
-    answers = group.exchange_objects(own, "the descriptions that differ")
+    answer = None if failure is None else _describe_error(failure), description
+    answers = group.exchange_objects(answer, "the descriptions that differ")
     if failure is not None:
         raise failure
     for rank, (text, _) in enumerate(answers):
