@@ -319,11 +319,13 @@ FAULTS = {
     ),
     "b of the prefix for that of the call": Fault(query_positions.rewrite_for_prefix, '"b" in free', "False"),
     "the position of another branch": Fault(
-        query_positions.rewrite_for_prefix, "own, np.arange(own.shape[1]) % count", "0 * own, 0"
+        query_positions.rewrite_for_prefix, "indices, np.arange(indices.shape[1]) % count", "0 * indices, 0"
     ),
-    "an ancestor missed": Fault(draft_tree.DraftTree.ancestors.function, "found[entries, parent]", "False"),
+    "an ancestor missed": Fault(draft_tree.DraftTree.ancestors.function, "is_ancestor[entries, parent]", "False"),
     "a sibling seen": Fault(
-        draft_tree.DraftTree.ancestors.function, "found[:, draft, draft] = True", "found[:, draft, : draft + 1] = True"
+        draft_tree.DraftTree.ancestors.function,
+        "is_ancestor[:, draft, draft] = True",
+        "is_ancestor[:, draft, : draft + 1] = True",
     ),
     "a path taken as it stands": Fault(KVCache.accept, "first + found", "first + steps"),
     "a sink counted twice": Fault(

@@ -142,14 +142,14 @@ def read_functions(options: Options) -> Options:
 
 def free_symbols(options: Options) -> set[str]:
     """Return the names of the symbols in the formulas of the options."""
-    found = [options.mask, options.score]
+    formulas = [options.mask, options.score]
 
     def collect(formula: Any) -> Any:
-        found.append(formula)
+        formulas.append(formula)
         return formula
 
     _map_formulas(options.see, collect)
-    return set().union(*[one.free_symbols for one in found if isinstance(one, Expression)])
+    return set().union(*[formula.free_symbols for formula in formulas if isinstance(formula, Expression)])
 
 
 def rewrite(options: Options, rewriting: Rewriting) -> Options:
@@ -233,12 +233,12 @@ def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, opti
     group : the number of query heads that share a key head
     """
     sequences = np.repeat(prefix.groups, count, axis=1)  # (B₀, rows)
-    is_real, own = sequences >= 0, np.maximum(sequences, 0)
+    is_real, indices = sequences >= 0, np.maximum(sequences, 0)
     mask, free = options.mask, free_symbols(options)
     key_position, condition = prefix.cache.key_formulas(group)
     symbols = {} if key_position is j else {"j": key_position}
     if "i" in free:
-        positions = find_positions(cache, count)[own, np.arange(own.shape[1]) % count]
+        positions = find_positions(cache, count)[indices, np.arange(indices.shape[1]) % count]
         is_real &= positions >= 0
         if mask is not None and positions[is_real].min(initial=2**62) >= prefix.cache.max_length - 1:
             mask = without_later_keys(mask)
@@ -247,11 +247,11 @@ def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, opti
         symbols["i"] = Table(np.maximum(positions, 0))[b, i]
     if not is_real.all():
         condition = conjoin(Table(is_real)[b, i], condition)
-    limits = prefix.lengths[own]
+    limits = prefix.lengths[indices]
     if (limits < prefix.cache.lengths[:, None]).any():
         condition = conjoin(key_position < Table(limits)[b, i], condition)
     if free & {"n", "m"}:
-        symbols["n"] = symbols["m"] = Table(cache.lengths[own])[b, i]
+        symbols["n"] = symbols["m"] = Table(cache.lengths[indices])[b, i]
     if "b" in free:
-        symbols["b"] = Table(own)[b, i]
+        symbols["b"] = Table(indices)[b, i]
     return rewrite(options, Rewriting(symbols, condition))

@@ -56,11 +56,11 @@ class KeptRows:
     def of_rows(self, count: int, lengths: Any) -> Any:
         """Return the positions that the first `count` rows hold, (B, G, count); −1 at or beyond a sequence's length."""
         rows = np.arange(count)
-        found = np.broadcast_to(rows + self.evicted[:, None, None], (*self.positions.shape[:2], count)).copy()
+        positions = np.broadcast_to(rows + self.evicted[:, None, None], (*self.positions.shape[:2], count)).copy()
         kept = min(count, self.positions.shape[2])
         is_kept = rows[:kept] < self.rows[:, None, None]
-        found[:, :, :kept] = np.where(is_kept, self.positions[:, :, :kept], found[:, :, :kept])
-        return np.where(found < lengths[:, None, None], found, -1)
+        positions[:, :, :kept] = np.where(is_kept, self.positions[:, :, :kept], positions[:, :, :kept])
+        return np.where(positions < lengths[:, None, None], positions, -1)
 
     def truncated(self, lengths: Any) -> KeptRows:
         """Return the rows of a cache whose sequences were shortened to these lengths."""
@@ -219,13 +219,13 @@ class DraftTree:
     @cached_property
     def ancestors(self) -> Any:
         """(1 or B, t, t) booleans: the entry [..., x, y] is True if draft y is draft x or an ancestor of it."""
-        found = np.zeros((*self.parents.shape, self.count), bool)
+        is_ancestor = np.zeros((*self.parents.shape, self.count), bool)
         entries = np.arange(len(self.parents))
         for draft in range(self.count):
             parent = self.parents[:, draft]
-            found[:, draft] = np.where(parent[:, None] < 0, False, found[entries, parent])
-            found[:, draft, draft] = True
-        return found
+            is_ancestor[:, draft] = np.where(parent[:, None] < 0, False, is_ancestor[entries, parent])
+            is_ancestor[:, draft, draft] = True
+        return is_ancestor
 
     @property
     def depths(self) -> Any:

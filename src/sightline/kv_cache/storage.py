@@ -177,8 +177,8 @@ class Storage:
         self.move(int((first + counts).max(initial=0)), used)
         rows = np.arange(int(counts.max(initial=0)))
         targets = np.where(rows < counts[:, None], first[:, None] + rows, -1)
-        for array, own in zip(self._arrays, (other.key, other.value), strict=False):
-            _write(array, own[:, :, : rows.size], targets)
+        for array, source in zip(self._arrays, (other.key, other.value), strict=False):
+            _write(array, source[:, :, : rows.size], targets)
 
     def reorder(self, order: Any, used: int) -> None:
         """Replace sequence b by sequence order[b], of which the first `used` rows are kept."""
