@@ -400,7 +400,7 @@ class Seen:
         ParameterError
             The recording has no such statistic, or the statistic has no number for each head and key.
         """
-        found: list[tuple[float, Call, int, int, int]] = []
+        candidates: list[tuple[float, Call, int, int, int]] = []
         for call in self.calls:
             statistic = call.statistics[_find_statistic(name, call.statistics, call.names)]
             received = to_numpy(call[name])
@@ -415,11 +415,11 @@ class Seen:
             )
             for place in np.argsort(-shares, axis=None, kind="stable")[:count]:
                 entry, head, key = map(int, np.unravel_index(place, shares.shape))
-                found.append((float(shares[entry, head, key]), call, entry, head, key))
-        found.sort(key=lambda one: -one[0])
+                candidates.append((float(shares[entry, head, key]), call, entry, head, key))
+        candidates.sort(key=lambda candidate: -candidate[0])
         return [
             HeavyKey(call.name, call.heads[head], labels[key], share, call.key_start + key, entry, call.step)
-            for share, call, entry, head, key in found[:count]
+            for share, call, entry, head, key in candidates[:count]
             for labels in (self.labels(call, entry)[1],)
         ]
 

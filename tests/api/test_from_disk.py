@@ -117,8 +117,8 @@ FAULTS = {
     ),
     "found keys count from the start of their block": Fault(
         from_disk._attend,
-        "read_part(found.output.astype(output.dtype), found.lse, found.seen, keys.start)",
-        "read_part(found.output.astype(output.dtype), found.lse, found.seen, 0)",
+        "read_part(result.output.astype(output.dtype), result.lse, result.seen, keys.start)",
+        "read_part(result.output.astype(output.dtype), result.lse, result.seen, 0)",
     ),
     "the last tile of queries is not computed": Fault(from_disk._find_blocks, "is_seen", "is_seen[:-1]"),
     "sums are not normalised": Fault(from_disk._attend, "normalize=True", "normalize=False"),

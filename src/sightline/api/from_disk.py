@@ -127,11 +127,11 @@ def attention_from_disk(
         result = write(problem.squeeze_heads(sums.output, 2))
     if see is None:
         return result
-    found = []
-    for statistic, own in zip(problem.see, sums.seen, strict=True):
+    results = []
+    for statistic, totals in zip(problem.see, sums.seen, strict=True):
         dtypes = statistic.dtypes(problem)
-        found.append(statistic.build_result([x.astype(dtype) for x, dtype in zip(own, dtypes, strict=True)]))
-    _, seen = to_caller_layout(problem, Result(sums.output, sums.shift, tuple(found)))
+        results.append(statistic.build_result([x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]))
+    _, seen = to_caller_layout(problem, Result(sums.output, sums.shift, tuple(results)))
     return result, seen if names is None else dict(zip(names, seen, strict=True))
 
 
@@ -165,8 +165,8 @@ def _attend(
                 inputs = broadcast_inputs({"query": query, "key": key, "value": value})
                 inputs = [arrays.broadcast_to(x, (*problem.batch_shape, *x.shape[-3:])) for x in inputs]
                 part = part_of(problem, *inputs, first_row=rows.start, first_key=keys.start, see=problem.see)
-                found = solve(part, None, threads)
-                added = read_part(found.output.astype(output.dtype), found.lse, found.seen, keys.start)
+                result = solve(part, None, threads)
+                added = read_part(result.output.astype(output.dtype), result.lse, result.seen, keys.start)
                 sums.store(rows, combine([sums.rows(rows), added], problem.see))
                 finished += 1
                 report(finished, total)
@@ -196,8 +196,8 @@ def _parse_bytes(limit: Any) -> int:
     """Return a number of bytes from a whole number or text such as "2 GB" or "512 MiB"; else raise ParameterError."""
     if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
         return limit
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B\s*", limit) if isinstance(limit, str) else None
-    size = int(float(found[1]) * (1024 if found[3] else 1000) ** UNITS.index(found[2])) if found else 0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B\s*", limit) if isinstance(limit, str) else None
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** UNITS.index(match[2])) if match else 0
     if size < 1:
         raise ParameterError(f"memory_limit={limit!r}", "a number of bytes, or text with a unit", 'memory_limit="2 GB"')
     return size

@@ -99,7 +99,7 @@ def _attend_to_prefix(query: Any, cache: KVCache, prefix: SharedPrefix, asked: O
         order = (0, 2, 1, *range(3, split.ndim))
         return _take(xp.permute_dims(split, order).reshape(count * most, H, n, *array.shape[3:]), places)
 
-    results = [type(one)(*map(ungroup, one)) if isinstance(one, tuple) else ungroup(one) for one in seen]
+    results = [type(result)(*map(ungroup, result)) if isinstance(result, tuple) else ungroup(result) for result in seen]
     return _read(ungroup(output), results, prefix.row_counts - prefix.own_row_counts)
 
 

@@ -74,12 +74,12 @@ def blocks(indices: Any, size: int | tuple[int, int] = 64, keys: int | None = No
     """
     two = tuple(size) if isinstance(size, tuple | list) and len(size) == 2 else (size, size)
     cure = "size=64, or size=(1, 64) for a list of each query"
-    rows, columns = (check_count("blocks(..., size={!r})", one, 1, cure) for one in two)
+    rows, columns = (check_count("blocks(..., size={!r})", length, 1, cure) for length in two)
     indices = _read_indices(indices)
     count = None if keys is None else -(-check_count("blocks(..., keys={!r})", keys, 1, "keys=m") // columns)
     count = _check_entries(indices, columns, count)
     first = [0 if arrays.is_one(length) else symbol for length, symbol in zip(indices.shape, (b, h), strict=False)]
-    row, column = (x if one == 1 else x // one for x, one in ((i, rows), (j, columns)))
+    row, column = (x if length == 1 else x // length for x, length in ((i, rows), (j, columns)))
     axes = ("b", "h", f"i/{rows}", f"j/{columns}")
     pairs, entries = math.prod(indices.shape[:-1]) * count, math.prod(indices.shape)
     least = PAIRS_PER_CALL if arrays.device(indices) == "cpu" else MAX_TABLE_BYTES

@@ -244,15 +244,15 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
     closure, scope = function.__closure__ or (), function.__globals__
     if not all(map(_is_filled, closure)):
         return function
-    found = {name: scope[name] for name in _global_names(function.__code__) if name in scope}
-    given = [
+    globals_read = {name: scope[name] for name in _global_names(function.__code__) if name in scope}
+    groups = [
         {str(k): cell.cell_contents for k, cell in enumerate(closure)},
-        found,
+        globals_read,
         {str(k): value for k, value in enumerate(function.__defaults__ or ())},
         function.__kwdefaults__ or {},
     ]
-    readable = [{name: _as_readable(value, depth) for name, value in group.items()} for group in given]
-    if all(_is_same(new.values(), old.values()) for new, old in zip(readable, given, strict=True)):
+    readable = [{name: _as_readable(value, depth) for name, value in group.items()} for group in groups]
+    if all(_is_same(new.values(), old.values()) for new, old in zip(readable, groups, strict=True)):
         return function
     cells, changed, defaults, keyword_defaults = readable
     new_cells = [  # a cell without arrays stays the function's own, which `nonlocal` writes to

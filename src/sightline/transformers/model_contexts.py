@@ -152,9 +152,9 @@ def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | i
     >>> with torch.no_grad(), sightline.transformers.masking(model, two_texts):
     ...     output = model(torch.tensor([[1, 2, 3, 4, 5]])).last_hidden_state
     """
-    found = find_attention_layers(model)
-    names = found if layers is None else select_names(list(found), layers)
-    modules = [found[name] for name in names if not is_cross_attention(name, found[name])]
+    attention_layers = find_attention_layers(model)
+    names = attention_layers if layers is None else select_names(list(attention_layers), layers)
+    modules = [attention_layers[name] for name in names if not is_cross_attention(name, attention_layers[name])]
     if not modules:
         raise ParameterError(f"layers={layers!r}, which are cross-attention", "self-attention", "leave out layers=")
     rule = read_mask(mask)
