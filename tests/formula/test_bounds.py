@@ -18,7 +18,7 @@ from sightline.formula.evaluate_array import ARRAY_RULES
 from sightline.formula.expression import SYMBOLS, apply, table_lookup, walk
 from sightline.formula.interval_arithmetic import compute_intervals
 from sightline.formula.operators import OPERATORS
-from sightline.formula.table_bounds import TableBounds
+from sightline.formula.tables import TableBounds
 from sightline.formula.tile_ranges import find_tile_ranges, find_witness
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages

@@ -17,6 +17,7 @@ from ...formula.formula_checks import find_index_ranges
 from ...formula.parameters import TableParameter, structure_of
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...reference.dropout import threshold
+from ...statistics.dispatch import FusedStatistics, formulas_of
 from ..codegen.abi import pack, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
@@ -305,3 +306,17 @@ def extent_in_bytes(array: Any) -> int:
     """
     extent = sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.strides, strict=True))
     return max(int(extent), 8 * int(array.size))
+
+
+class CpuFusedStatistics(FusedStatistics):
+    """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`.
+
+    `unread` are formulas of the call that the kernel does not read, by default those of the weights passes; see
+    `KernelArguments`.
+    """
+
+    def __init__(self, problem: Problem, unread: Sequence[Expression] | None = None) -> None:
+        super().__init__(problem, np.empty)
+        self.unread = formulas_of(problem.see)[len(self.factors) :] if unread is None else unread
+        roles = {"max_score": self.max_score[:1], "entropy": self.entropy, "sum": self.sums}
+        self.roles = tuple([role for role, arrays in roles.items() for _ in arrays])

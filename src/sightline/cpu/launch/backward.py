@@ -29,6 +29,7 @@ from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round
 from ..runtime.processor import Processor
 from .arguments import (
     TARGET_ITEMS,
+    CpuFusedStatistics,
     KernelArguments,
     operand_fields,
     prepare,
@@ -37,7 +38,6 @@ from .arguments import (
 )
 from .bound_call import BoundCall
 from .forward import forward, make_output
-from .statistics import CpuFusedStatistics
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from ..kernels.decode import MAX_ROWS_PER_ITEM, Decode
 from ..kernels.decode_rows import UNROLL
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
-from .arguments import KernelArguments, has_unit_stride, make_spec, output_strides
+from .arguments import CpuFusedStatistics, KernelArguments, has_unit_stride, make_spec, output_strides
 from .bound_call import BoundCall, run_forward
 from .call_family import CallFamily
 from .product_rates import machine_for
-from .statistics import CpuFusedStatistics
 
 TARGET_PARTS = 32  # about how many blocks of rows and splits of keys a call is divided into
 MIN_ITEMS = 8  # fewer items, each of more heads, would leave threads without work

@@ -1,4 +1,4 @@
-"""The call of the forward kernel, and the result of a forward pass."""
+"""The call of the forward kernel; the result of a forward pass, and how each of its statistics is computed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import numpy as np
 from ...arrays.operations import convert, empty, has_heads_in_rows
 from ...call.kernel import Result
 from ...call.problem import Problem
+from ...reference.streaming import Streaming
+from ...statistics import Statistic
+from ...statistics.dispatch import computed_statistic, dispatch_statistics
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec, max_blocks_per_item
 from ..runtime.processor import Processor
 from ..runtime.thread_count import available_processors
-from .arguments import KernelArguments, output_strides, prepare, write_kernel
+from . import weights_pass
+from .arguments import CpuFusedStatistics, KernelArguments, output_strides, prepare, write_kernel
 from .bound_call import BoundCall, run_forward
 from .call_family import CallFamily
 from .decode import can_decode, decode
-from .statistics import CpuFusedStatistics, compute_statistics
 
 MIN_ITEMS_PER_PROCESSOR = 2  # so that threads end at about the same time
 
@@ -80,3 +83,31 @@ def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor) ->
     per_item = max(min(most, share), 1)
     values = {"items": key_heads * -(-blocks // per_item), "blocks_per_item": per_item, **output_strides(problem)}
     return BoundCall(arguments, spec, Forward, values, processor)
+
+
+def compute_statistics(
+    problem: Problem, lse: Any, fused_statistics: CpuFusedStatistics, threads: int | None, processor: Processor
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return two tuples: the result of each statistic of `problem.see`, and the bound weights passes.
+
+    A weights pass is a second kernel, for statistics that the forward kernel does not compute. The kernel `Streaming`
+    computes the statistics that no CPU kernel computes, and all that need weights if `is_lse_imprecise` is true.
+    """
+    is_imprecise = weights_pass.is_lse_imprecise(problem, lse)
+    statistics = [computed_statistic(statistic) for statistic in problem.see]
+    passes: list[Any] = []
+    arrays: dict[int, list[Any]] = {}
+    for bound in [] if is_imprecise else weights_pass.bind_passes(problem, statistics, processor):
+        found = weights_pass.run_first(problem, lse, bound, threads)
+        if found is not None:
+            passes.append(bound[1])
+            arrays |= {id(statistics[k]): own for k, own in zip(bound[1].indices, found, strict=True)}
+
+    def compute_arrays(statistic: Statistic) -> list[Any] | None:
+        fused_arrays = None if is_imprecise else fused_statistics.arrays_of(statistic)
+        if fused_arrays is not None:
+            return [convert(array, problem.query) for array in fused_arrays]
+        return arrays.get(id(statistic))
+
+    seen = dispatch_statistics(problem, lse, compute_arrays, lambda rest: Streaming().run(rest).seen)
+    return seen, tuple(passes)
