@@ -161,8 +161,8 @@ FAULTS = {
     ),
     "the scale of the next row": Fault(
         DecodeRows.load_scales,
-        "(key + k) * (format.num_scales * self.tiles.itemsize)",
-        "(key + k + 1) * (format.num_scales * self.tiles.itemsize)",
+        "builder.minimum(key + k, self.decode.num_keys - 1)",
+        "builder.minimum(key + k + 1, self.decode.num_keys - 1)",
     ),
     "a code without its sign": Fault(
         PackedFormat.load_codes, "row.at(column).load(kind).to", "row.at(column).load(kind).zero_extend"
