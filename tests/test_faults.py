@@ -33,7 +33,7 @@ from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch.product_rates import machine_for
 from sightline.cpu.runtime.processor import HOST
 from sightline.formula import interval_arithmetic as bounds
-from sightline.partition import needed_keys as schedule
+from sightline.partition import needed_keys
 from sightline.partition.parts import part_of
 from sightline.partition.shards import divide
 from sightline.reference import streaming
@@ -436,12 +436,12 @@ def test_every_fault_in_parts_is_seen(fault, monkeypatch):
 
 SCHEDULE = {
     "a tile skipped that is not empty": Fault(
-        schedule._find_schedule, "ranges.count_tiles()", "ranges.count_tiles(ranges.first != 1)"
+        needed_keys._find_schedule, "ranges.count_tiles()", "ranges.count_tiles(ranges.first != 1)"
     ),
     "a piece skipped that is partial": Fault(
-        schedule._clear_hidden, "np.broadcast_to(high, row.shape) != 0", "np.broadcast_to(_, row.shape) == 1"
+        needed_keys._clear_hidden, "np.broadcast_to(high, row.shape) != 0", "np.broadcast_to(_, row.shape) == 1"
     ),
-    "the last piece of a span": Fault(schedule._Pieces.find_ends, "self.end", "self.end - 1"),
+    "the last piece of a span": Fault(needed_keys._Pieces.find_ends, "self.end", "self.end - 1"),
 }
 
 
@@ -450,7 +450,9 @@ def check_schedule():
         x = np.zeros((1, 3, n, 1), np.float32)
         problem = make_problem(x, x, x, mask=(i - j < 40 * h + 20) & (i >= j))
         shards = divide(n, 4, "zigzag")
-        assert_covers(schedule.find_schedule(problem.mask, problem.extent, shards, shards, 50), needed_pairs(problem))
+        assert_covers(
+            needed_keys.find_schedule(problem.mask, problem.extent, shards, shards, 50), needed_pairs(problem)
+        )
 
 
 def test_a_sound_schedule_passes():
@@ -460,7 +462,7 @@ def test_a_sound_schedule_passes():
 @pytest.mark.parametrize("fault", SCHEDULE)
 def test_every_fault_in_the_schedule_is_seen(fault, monkeypatch):
     plant(SCHEDULE[fault], monkeypatch)
-    monkeypatch.setattr(schedule, "_find_cached", schedule._find_schedule)
+    monkeypatch.setattr(needed_keys, "_find_cached", needed_keys._find_schedule)
     with pytest.raises(AssertionError, match="needless"):
         check_schedule()
 

@@ -15,7 +15,7 @@ from sharded_problems import received_keys
 from sightline import causal, window
 from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
-from sightline.partition import needed_keys as schedule
+from sightline.partition import needed_keys
 from sightline.partition.shards import divide
 from strategies import masks
 
@@ -30,7 +30,7 @@ def whole(n):
 def work_of(mask, n, ranks, layout="contiguous", block_length=None):
     """Return (schedule, number of pairs of each rank, problem). The problem gives the sizes of arrays."""
     shards, extent = divide(n, ranks, layout), (2, 8, n, n)
-    found = schedule.find_schedule(mask, extent, shards, shards, block_length or n)
+    found = needed_keys.find_schedule(mask, extent, shards, shards, block_length or n)
     return found, count_pairs(found, mask, extent), whole(1)
 
 
@@ -109,13 +109,13 @@ def test_small_blocks_keep_the_ranks_of_a_zigzag_in_step(monkeypatch):
     n = 16_384
 
     def efficiency():
-        schedule._find_cached.cache_clear()
+        needed_keys._find_cached.cache_clear()
         return predict(*work_of(causal(), n, 8, "zigzag", 128), FAST).efficiency
 
     in_turn = efficiency()
-    plant(Fault(schedule._cut, "zip_longest(*cut)", "cut"), monkeypatch)
+    plant(Fault(needed_keys._cut, "zip_longest(*cut)", "cut"), monkeypatch)
     apart = efficiency()
-    schedule._find_cached.cache_clear()
+    needed_keys._find_cached.cache_clear()
     assert apart < 0.8 < 0.98 < in_turn
 
 

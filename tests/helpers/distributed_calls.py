@@ -19,7 +19,7 @@ from gradient_checks import check as check_gradients
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import Gradients, Result
 from sightline.call.problem import Problem
-from sightline.partition import needed_keys as schedule
+from sightline.partition import needed_keys
 from sightline.partition.shards import Shards, divide
 from sightline.statistics import Reduction, arrays_of, unwrap_mean
 from sightline.testing import assert_conforms
@@ -67,7 +67,7 @@ def short_blocks(length: int | None) -> Iterator[None]:
         return
     length = max(length // 4 * 4, 4)
     of_queries = mock.patch.multiple(ring, MIN_ROWS=length, QUERY_BYTES=0)
-    with of_queries, mock.patch.multiple(schedule, MIN_KEYS=length, KEY_BYTES=0):
+    with of_queries, mock.patch.multiple(needed_keys, MIN_KEYS=length, KEY_BYTES=0):
         yield
 
 

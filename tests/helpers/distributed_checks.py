@@ -21,8 +21,7 @@ import sightline.torch.distributed as distributed
 from distributed_calls import short_blocks
 from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
-from sightline.partition import needed_keys as schedule
-from sightline.partition import parts
+from sightline.partition import needed_keys, parts
 from sightline.partition.parts import part_of
 from sightline.torch.distributed import ring
 
@@ -209,8 +208,8 @@ def count_bytes(group: Any, reach: int | None) -> int:
 
 FAULTS = {
     "offset of keys": Fault(part_of, '("j", first_key)', '("j", first_key + (first_key > 0))'),
-    "last shard dropped": Fault(schedule.Schedule.rounds, "range(1, self.size)", "range(1, self.size - 1)"),
-    "tile skipped": Fault(schedule._find_schedule, "ranges.count_tiles()", "ranges.count_tiles(ranges.first != 1)"),
+    "last shard dropped": Fault(needed_keys.Schedule.rounds, "range(1, self.size)", "range(1, self.size - 1)"),
+    "tile skipped": Fault(needed_keys._find_schedule, "ranges.count_tiles()", "ranges.count_tiles(ranges.first != 1)"),
     "statistics without the factors of the parts": Fault(
         parts.combine,
         "KeyPart(part.seen[k], part.keys, factor)",
@@ -234,7 +233,7 @@ FAULTS = {
 def with_fault(group: Any, fault: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function on this rank with a fault planted, and without schedules that were found before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_find_cached", schedule._find_schedule)
+        patch.setattr(needed_keys, "_find_cached", needed_keys._find_schedule)
         plant(FAULTS[fault], patch)
         return function(group, *arguments)
 

@@ -139,5 +139,5 @@ def fail_in_call(group: Any, how: str, backward: bool, seconds: float) -> None:
             if is_last:
                 from sightline.torch.distributed import ring
 
-                ring.dispatch = SimpleNamespace(solve=fail)  # type: ignore[attr-defined]
+                ring.kernels = SimpleNamespace(solve=fail)  # type: ignore[attr-defined]
             distributed.attention(query, key, value, group=group)

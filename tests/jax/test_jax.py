@@ -18,7 +18,7 @@ from gradient_checks import NAMES, differentiated
 from jax_kernel import enable_x64
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
-from sightline.call import batching as call_join
+from sightline.call import batching
 from sightline.call.backward_calls import BackwardPasses
 from sightline.call.problem import make_problem
 from sightline.call.spec import CallSpec
@@ -328,9 +328,9 @@ def test_vmap_is_one_call_for_all_elements(elements, axes, monkeypatch):
 
 
 FAULTS = {
-    "b of all elements": Fault(call_join._element_symbols, "_remainder(b, batches)", "b"),
-    "a table of another element": Fault(call_join._element_symbols, "b // batches", "b % batches"),
-    "a table that spans the joined batches": Fault(call_join.join_spec, "None if axis in symbols else axis", "axis"),
+    "b of all elements": Fault(batching._element_symbols, "_remainder(b, batches)", "b"),
+    "a table of another element": Fault(batching._element_symbols, "b // batches", "b % batches"),
+    "a table that spans the joined batches": Fault(batching.join_spec, "None if axis in symbols else axis", "axis"),
 }
 
 

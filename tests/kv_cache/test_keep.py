@@ -17,7 +17,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
 from sightline.formula.expression import as_expression
 from sightline.kv_cache import cache as cache_module
-from sightline.kv_cache import row_positions as row_contents
+from sightline.kv_cache import row_positions
 
 H, G, D = 4, 2, 8
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
@@ -412,11 +412,11 @@ def test_keep_of_an_empty_cache():
 
 
 FAULTS = {
-    "a row for a position": Fault(row_contents.KeptRows._make_formulas, "j < rows", "j < 0"),
-    "the wrong head": Fault(row_contents.KeptRows._make_formulas, "h // group", "h % group"),
-    "later rows as before": Fault(row_contents.keep_rows, "lengths - rows", "0 * rows"),
+    "a row for a position": Fault(row_positions.KeptRows._make_formulas, "j < rows", "j < 0"),
+    "the wrong head": Fault(row_positions.KeptRows._make_formulas, "h // group", "h % group"),
+    "later rows as before": Fault(row_positions.keep_rows, "lengths - rows", "0 * rows"),
     "a head's rows for another's": Fault(
-        row_contents.find_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"
+        row_positions.find_rows, "np.where(is_real, rows, 0)", "np.where(is_real, rows[:, ::-1], 0)"
     ),
 }
 

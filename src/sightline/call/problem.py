@@ -339,7 +339,7 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
     # A table that mask and score share has one index, which occurs twice.
     indices = tuple([index[id(table)] for table in tables])
-    tables_key, arrays = bounds_key(tables)
+    tables_key, table_arrays = bounds_key(tables)
     cache_key = (texts, indices, tuple([table.axes for table in tables]), tables_key, extent)
-    found = _NORMALIZED.get(cache_key, arrays, join_masks)
+    found = _NORMALIZED.get(cache_key, table_arrays, join_masks)
     return None if found is None else parse_text(found[0], [tables[k] for k in found[1]])

@@ -13,7 +13,7 @@ from itertools import chain, islice, pairwise
 import torch
 from torch import Tensor
 
-from ...api import kernels as dispatch
+from ...api import kernels
 from ...call.problem import Problem
 from ...partition.parts import part_of
 from ...partition.shards import Shards, divide_heads
@@ -39,7 +39,7 @@ def attention_by_heads(
     first, last = query_heads[group.rank], query_heads[group.rank + 1]
     part = part_of(problem, *whole, first_head=first, see=problem.see)
     part = replace(part, sinks=None if problem.sinks is None else problem.sinks[first:last])
-    plan = dispatch.make_plan(part)
+    plan = kernels.make_plan(part)
     with torch.no_grad():
         result = plan.kernel.run(part, threads)
     result = attach_to_graph(part, plan, None, threads, result)

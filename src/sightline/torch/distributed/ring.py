@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ...api import kernels as dispatch
+from ...api import kernels
 from ...arrays.operations import itemsize, needs_gradient
 from ...call.gradient_parts import sink_weights, sum_sink_gradients
 from ...call.kernel import GivenGradients
@@ -191,7 +191,7 @@ class Ring:
         for block, (keys, values), _ in BlockExchange(self.group, self.schedule, (key, value)):
             for span in self.schedule.seeing_spans(self.group.rank, block):
                 part = self._part(span, block, query[..., span.rows, :], keys, values)
-                result = dispatch.solve(part, None, self.threads)
+                result = kernels.solve(part, None, self.threads)
                 added = read_part(result.output.to(self.dtype), result.lse, result.seen, block.span.start)
                 sums.store(span.rows, combine([sums.rows(span.rows), added], see))
         for span in self.schedule.queries.ranks[self.group.rank]:
@@ -256,7 +256,7 @@ class Ring:
             part, results = self._part(span, block, rows.query, *block_arrays), (rows.output, rows.lse)
             added = part_gradients(part, block.span.start, rows.lse, sinks, rows.d_statistics, rows.statistics)
             inputs = GivenGradients(rows.d_output, rows.d_lse, results, tuple(d_tables), added)
-            gradients = dispatch.make_plan(part).kernel.backward(part, inputs, self.threads)
+            gradients = kernels.make_plan(part).kernel.backward(part, inputs, self.threads)
             if gradients is None:
                 gradients = streaming.backward(part, rows.d_output, rows.d_lse, (), results, added)
             d_query[..., span.rows, :] += gradients.query
