@@ -168,10 +168,10 @@ def _run_eager(
 def leave_autocast(query: Tensor, key: Any, value: Any) -> tuple[list[Any], Any] | None:
     """Return (the operands as torch.autocast casts them, a context without autocast); None if autocast is off.
 
-    The result is also None if a mode or a transform of torch must see the casts.
+    The result is also None for a subclass of Tensor, and if a mode or a transform of torch must see the casts.
     """
-    device_type = query.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type) or is_intercepted():
+    is_seen = type(query) is Tensor and torch._C._is_any_autocast_enabled() and not is_intercepted()
+    if not is_seen or query.is_meta or not torch.is_autocast_enabled(query.device.type):
         return None
     return [apply_autocast(array) for array in (query, key, value)], autocast_disabled(query)
 
