@@ -30,6 +30,7 @@ CONSTANTS = {
     "sightline.i": "The position of the query.",
     "sightline.j": "The position of the key.",
     "sightline.s": "The scaled score, Q Kᵀ · scale.",
+    "sightline.p": "The weight of the pair, in formulas of statistics.",
     "sightline.n": "The number of queries.",
     "sightline.m": "The number of keys.",
     "sightline.OVERVIEW": "The statistics that the explorer page shows, and that `watch` records by default: "
@@ -69,7 +70,9 @@ def fence(kind: str, argument: str, lines: list[str], ticks: int) -> list[str]:
 
 
 def check_parameters(name: str, value: Any) -> None:
-    """Raise an error if the docstring of a function does not describe one of its parameters."""
+    """Raise an error if a docstring neither describes each parameter nor says whose parameters they are."""
+    if re.search(r"(as in|are those of) `\w+`[.;]", inspect.getdoc(value) or ""):
+        return
     described = " ".join(entry.name for entry in Docstring(inspect.getdoc(value) or "")["Parameters"])
     named = set(re.findall(r"\w+", described)) | set(HIDDEN)
     if missing := [parameter for parameter in inspect.signature(value).parameters if parameter not in named]:
