@@ -18,6 +18,7 @@ from sightline import b, h, i, j, p, s, table, where
 from sightline.arrays.operations import to_numpy
 from sightline.reference import streaming
 from sightline.statistics import reduction
+from sightline.statistics.weight_formulas import split_logarithms
 
 SYMBOLS = {"b": b, "h": h, "i": i, "j": j}
 MASKS: list[Any] = [
@@ -294,6 +295,13 @@ LOGARITHMS = [
     ),
     (p * np.log(1 / p), lambda e: -e["p"] * e["ln p"]),
 ]
+
+
+def test_the_factors_of_a_logarithm_are_found_once_for_each_node():
+    product = p
+    for _ in range(60):
+        product = product * product
+    assert str(split_logarithms(np.log(product))) == f"ln p·{2.0**60:g}"
 
 
 @pytest.mark.parametrize("how", ["sum", "max"])

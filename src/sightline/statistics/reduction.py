@@ -140,10 +140,10 @@ class Reduction(Statistic):
 
     @cached_property
     def slopes(self) -> tuple[Expression, Expression, Expression]:
-        """∂f/∂p, ∂f/∂ln p and ∂f/∂s. Of p · ln p · g, the second one counts to the first, because p · ∂ln p/∂p is 1."""
+        """∂f/∂p, ∂f/∂ln p and ∂f/∂s. If ∂f/∂ln p is p · g, then g is added to ∂f/∂p, and 0 stands for ∂f/∂ln p."""
         by_weight, by_log, by_score = (derivative(self.pair_formula, symbol) for symbol in (p, LOG_P, s))
-        quotient = derivative(by_log, p)
-        if by_log is not ZERO and vanishes_with(by_log, p) and "p" not in quotient.free_symbols:
+        if degree_in(by_log, p) == 1:
+            quotient = derivative(by_log, p)
             return quotient if by_weight is ZERO else by_weight + quotient, ZERO, by_score
         return by_weight, by_log, by_score
 

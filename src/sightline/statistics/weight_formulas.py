@@ -10,6 +10,7 @@ from ..formula.derivative import ONE, ZERO
 from ..formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, apply, as_expression, fold, intern
 
 p, LOG_P = SYMBOLS["p"], SYMBOLS["ln p"]
+Factors = tuple[float, float, Expression, Expression]  # (k, ln c, y, z) of p^k c y / z, where c is a positive number
 
 
 def split_logarithms(formula: Expression) -> Expression:
@@ -31,7 +32,7 @@ def split_logarithms(formula: Expression) -> Expression:
 
 def _logarithm(x: Expression) -> Expression:
     """Return ln x as the sum k ln p + ln c + ln y − ln z of the logarithms of the factors of x."""
-    power, constant, above, below = _factorise(x)
+    power, constant, above, below = fold(_factorise, x)
     if above is ONE and below is not ONE:
         rest = -apply("log", below)
     else:  # y and z may both be negative
@@ -41,23 +42,22 @@ def _logarithm(x: Expression) -> Expression:
     return reduce(add, terms) if terms else ZERO
 
 
-def _factorise(x: Expression) -> tuple[float, float, Expression, Expression]:
-    """Return (k, ln c, y, z) with x = p^k c y / z, where c is a positive number."""
-    match x:
-        case Apply("multiply" | "divide", (one, other)):
-            sign = 1 if x.operator == "multiply" else -1
-            (k, c, y, z), (k1, c1, y1, z1) = _factorise(one), _factorise(other)
-            y1, z1 = (y1, z1) if sign == 1 else (z1, y1)
+def _factorise(node: Expression, inner: list[Factors]) -> Factors:
+    """Return the factors of a node from those of its arguments."""
+    match node:
+        case Apply("multiply" | "divide"):
+            sign = 1 if node.operator == "multiply" else -1
+            (k, c, y, z), (k1, c1, *rest) = inner
+            y1, z1 = rest[::sign]
             return k + sign * k1, c + sign * c1, _product(y, y1), _product(z, z1)
-        case Apply("sqrt", (one,)) | Apply("power", (one, Constant(_))):
-            last = x.arguments[-1]
-            exponent = last.value if isinstance(last, Constant) else 0.5
-            k, c, y, z = _factorise(one)
-            if y is ONE and z is ONE:
-                return k * exponent, c * exponent, ONE, ONE
+        case Apply("sqrt" | "power"):
+            k, c, y, z = inner[0]
+            exponent = as_expression(0.5) if node.operator == "sqrt" else node.arguments[1]
+            if y is ONE and z is ONE and isinstance(exponent, Constant):
+                return k * exponent.value, c * exponent.value, ONE, ONE
         case Constant(value) if value > 0 and value != math.inf:
             return 0.0, math.log(value), ONE, ONE
-    return (1.0, 0.0, ONE, ONE) if x is p else (0.0, 0.0, x, ONE)
+    return (1.0, 0.0, ONE, ONE) if node is p else (0.0, 0.0, node, ONE)
 
 
 def _product(x: Expression, y: Expression) -> Expression:
@@ -85,7 +85,7 @@ def is_entropy(pair_formula: Expression) -> bool:
 def degree_in(formula: Expression, variable: Expression) -> float | None:
     """Return d if the form of the formula shows that f(c x) = c^d f(x) for the variable x and every c > 0, else None.
 
-    By Euler's theorem on homogeneous functions, x · df/dx is then d · f.
+    Then x · df/dx = d · f, which is Euler's theorem on homogeneous functions.
     """
 
     def visit(node: Expression, inner: list[float | None]) -> float | None:
