@@ -29,7 +29,7 @@ def drawn(*shape, seed):
 
 
 def run_call(function, dtype, shapes, options, mask):
-    """Return the output; in float64 also the gradients of all arrays and a float mask."""
+    """Return the output. In float64, also return the gradients of all arrays and of a float mask."""
     arrays = [drawn(*shape, seed=k) for k, shape in enumerate(shapes)]
     learned = [*arrays, mask] if mask is not None and mask.is_floating_point() else arrays
     learned = [x.to(dtype).requires_grad_() for x in learned]

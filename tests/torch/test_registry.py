@@ -1,4 +1,4 @@
-"""The implementation "sightline" in torch's registry gives the results of this library wherever torch calls kernels."""
+"""While "sightline" is active in torch's registry, calls of torch's attention have the results of this library."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_compiled_calls(backend, name, dtype):
 
 
 def check_operators():
-    """Compare results, their order of memory and gradients with torch's, and pass results from one to the other."""
+    """Compare results, memory order and gradients with torch's. Each library also differentiates the other's."""
     given, mask, d_output = [x.detach() for x in operands()], HIDDEN_ROW, drawn(2, 4, 9, 8, seed=7)
     theirs = FLASH(*given, attn_mask=mask, scale=0.3)
     expected = FLASH_BACKWARD(d_output, *given, *theirs, 0.0, False, attn_mask=mask, scale=0.3)

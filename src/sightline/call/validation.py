@@ -357,7 +357,7 @@ def suggest_statistic(entry: Any) -> str:
 
 
 def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
-    """Return (names, statistics) of a dict of statistics, else (None, see) with a list in place of one statistic."""
+    """Return (names, statistics) for a dict of statistics, else (None, see). One statistic becomes a list of one."""
     if isinstance(see, dict):
         return tuple(see), list(see.values())
     return None, [see] if isinstance(see, Statistic) else see

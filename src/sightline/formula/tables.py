@@ -99,7 +99,7 @@ class UnknownBounds:
 
 
 def _reduce_blocks(values: Array, steps: Sequence[int], reduce: Any) -> Array:
-    """Return the minimum or maximum (`reduce`) of each block of 2^step entries per axis; the last may be shorter."""
+    """Return `reduce`, the minimum or maximum, of blocks of 2^step entries per axis. The last block may be shorter."""
     for axis, step in enumerate(steps):
         if step:
             values = reduce.reduceat(values, np.arange(0, values.shape[axis], 1 << step), axis=axis)

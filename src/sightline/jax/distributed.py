@@ -373,7 +373,7 @@ class ShardedProblem:
 
     @cached_property
     def _without_spans(self) -> Problem:
-        """The whole problem with tables whose axes of queries and keys are longer than those of a part."""
+        """The whole problem. Its tables may have more entries along queries and keys than a part has positions."""
         lookup = table_lookup(lambda table: table.without_axes("i", "j"))
         return self.whole.map_formulas(lambda formula: formula.rewrite(lookup=lookup))
 

@@ -1,4 +1,4 @@
-"""Attention and derivatives of every order, in reverse and forward mode, as an autograd Function for torch.func.
+"""Attention and its derivatives of every order, in reverse and forward mode: one autograd Function for torch.func.
 
 Order 0 is attention. Order 1 is its backward pass, and order k + 1 is the backward pass of order k. The tensors and
 the outputs of each order are these:
