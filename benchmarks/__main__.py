@@ -34,11 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the selected benchmarks. Return 1 for a wrong output or an error of Sightline, and 2 for a wrong option."""
     options = parser().parse_args(arguments)
     try:
-        if options.ranks:
-            from .rank_scaling import bench_ranks
-
-            bench_ranks(options.quick)
-            return 0
         return bench(options)
     except SightlineError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
@@ -60,8 +55,6 @@ def parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="list the tables and their targets, and stop")
     add("--seconds", type=float, help="time of one table (default: 10; 2 on a GPU)")
     add("--quick", action="store_true", help="tiny sizes, to test that everything runs; times and ratios mean nothing")
-    ranks = "instead, time attention over 1, 2 and 4 processes and compare with the times that the cost model predicts"
-    add("--ranks", action="store_true", help=ranks)
     add("--json", metavar="PATH", help="write all results to PATH, with the time of every round")
     return command
 

@@ -6,7 +6,6 @@ the two.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -32,20 +31,11 @@ class Hardware:
     flops : operations per second that attention reaches on one rank
     bandwidth : bytes per second that a rank sends, and receives at the same time
     latency : seconds of a transfer without data
-    processors : how many ranks can compute at the same time; None for all. Transfers between ranks that share
-        processors take processor time, and `bandwidth` is that of a rank while all send
-    backward_flops : `flops` for the backward pass; None if it equals `flops`
     """
 
     flops: float = 400e12
     bandwidth: float = 50e9
     latency: float = 10e-6
-    processors: float | None = None
-    backward_flops: float | None = None
-
-    def rate(self, backward: bool) -> float:
-        """Return the operations per second of a rank in the forward or in the backward pass."""
-        return self.backward_flops if backward and self.backward_flops is not None else self.flops
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +151,7 @@ def _predict_pass(schedule: Schedule, pairs: Array, problem: Problem, hardware: 
     numbers = problem.B * problem.G * (d_k + d_v)  # of key and value at one position
     block, gradient = numbers * itemsize(problem.dtype), numbers * itemsize(problem.accumulator) * backward
     flops = 2 * (3 * d_k + 2 * d_v) if backward else 2 * (d_k + d_v)  # of a pair: for S, dP, dQ, dK, dV, or for S and O
-    rate = hardware.rate(backward) / flops  # pairs per second
+    rate = hardware.flops / flops  # pairs per second
     work, size = pairs.sum(axis=1), schedule.size
     begin, received, sent = np.zeros((3, size))
     previous = idle = _Step(0, *np.zeros((3, size)))
@@ -175,26 +165,10 @@ def _predict_pass(schedule: Schedule, pairs: Array, problem: Problem, hardware: 
             end = np.where(amount > 0, np.maximum(end, start + hardware.latency + amount / hardware.bandwidth), end)
         begin, previous = end, step
         received, sent = received + step.received, sent + step.sent
-    bytes_sent = sent * block + received * gradient
-    ranks_at_once = min(size, hardware.processors or math.inf)
     return PassCost(
         flops=work * flops,
-        sent=bytes_sent,
+        sent=sent * block + received * gradient,
         received=received * block + sent * gradient,
-        seconds=np.maximum(begin, _shared_seconds(work / rate, bytes_sent, hardware)),
-        ideal=float(work.sum()) / ranks_at_once / rate,
+        seconds=begin,
+        ideal=float(work.sum()) / size / rate,
     )
-
-
-def _shared_seconds(work: Array, sent: Array, hardware: Hardware) -> Array:
-    """Return the second at which each rank ends if the ranks share the processors; 0 if they do not share them.
-
-    `work` are the seconds of each rank alone. The ranks that still have work share the processors equally. A rank does
-    not use more than one processor.
-    """
-    if hardware.processors is None:
-        return np.zeros(len(work))
-    working = np.arange(len(work), 0, -1)
-    ends = np.cumsum(np.diff(np.sort(work), prepend=0.0) * np.maximum(working / hardware.processors, 1.0))
-    by_rank: Array = ends[np.argsort(np.argsort(work))] + sent.mean() / hardware.bandwidth
-    return by_rank

@@ -65,7 +65,6 @@ WIDE = {
     "benchmarks/test_bench.py::test_wrong_statistics_are_found": 4,
     "benchmarks/test_bench_cuda.py": 4,
     "benchmarks/test_bench_models.py::test_every_contender_is_right": 4,
-    "benchmarks/test_cost_model.py::test_every_case_is_measured_predicted_and_printed": 0,
     "benchmarks/test_short_calls.py::test_both_contenders_are_right": 3,
     "call/test_cached_statistics.py::test_gradients_of_statistics_in_any_order": 2,
     "call/test_repeated_calls.py::test_drawn_calls_equal_the_definition": 11,

@@ -1,15 +1,11 @@
-"""The cost of attention over several ranks, predicted and measured."""
-
-import math
+"""The cost of attention over several ranks, predicted."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.__main__ import main
 from benchmarks.cost_model import Hardware, count_pairs, predict, predict_problem
-from benchmarks.rank_scaling import CASES, measure_ranks
 from fault_planting import Fault, plant
 from sharded_problems import received_keys
 from sightline import causal, window
@@ -119,30 +115,6 @@ def test_small_blocks_keep_the_ranks_of_a_zigzag_in_step(monkeypatch):
     assert apart < 0.8 < 0.98 < in_turn
 
 
-def test_ranks_that_share_processors_take_the_time_of_all_work():
-    work = work_of(None, 512, 4)
-    alone = predict(*work, FAST).forward
-    shared = predict(*work, Hardware(1e9, 1e30, 0, processors=2)).forward
-    np.testing.assert_allclose(shared.time, 2 * alone.time, rtol=1e-12)
-    np.testing.assert_allclose(shared.ideal, shared.time, rtol=1e-12)
-
-
-def test_at_the_end_ranks_that_share_processors_have_one_each():
-    """Causal parts of 4 ranks have work of 1, 3, 5 and 7: equal shares end after 2, 5, 7 and 9."""
-    work = work_of(causal(), 1 << 14, 4)
-    unit = work[1].sum() / 16 * 2 * (32 + 16) / 1e9
-    shared = predict(*work, Hardware(1e9, 1e30, 0, processors=2)).forward
-    np.testing.assert_allclose(shared.time / unit, 9, rtol=1e-3)  # the tiles of the diagonal are whole
-    assert shared.seconds.argmax() == 3
-
-
-def test_transfers_between_shared_processors_take_their_time():
-    work = work_of(None, 512, 4)
-    compute = predict(*work, Hardware(1e9, 1e30, 0, processors=2)).forward.time
-    forward = predict(*work, Hardware(1e9, 1e9, 0, processors=2)).forward
-    np.testing.assert_allclose(forward.time, compute + forward.sent[0] / 1e9, rtol=1e-12)
-
-
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4"])
 def test_a_wrong_number_of_ranks_is_refused(ranks):
     with pytest.raises(ParameterError, match="ranks="):
@@ -159,27 +131,3 @@ def test_an_empty_sequence_costs_nothing(ranks):
     prediction = predict_problem(whole(0), ranks, "zigzag")
     assert prediction.forward.time == prediction.backward.time == 0
     assert prediction.efficiency == 1
-
-
-# -- measured ranks ----------------------------------------------------------------------------------------------------
-
-
-def test_every_case_is_measured_predicted_and_printed(monkeypatch, capsys):
-    found = []
-
-    def measure(n, repeats):
-        found.append(measure_ranks(256, repeats, ranks=(1, 2)))
-        return found[0]
-
-    monkeypatch.setattr("benchmarks.rank_scaling.measure_ranks", measure)
-    assert main(["--ranks", "--quick"]) == 0
-    page = capsys.readouterr().out
-    assert all(page.count(case.name) == 4 for case in CASES)
-    assert "mean nothing" in page
-    ((results, links),) = found
-    assert [(one.case, one.ranks, one.name) for one in results] == [
-        (case.name, ranks, name) for case in CASES for ranks in (1, 2) for name in ("forward", "backward")
-    ]
-    assert all(0 < one.measured / one.predicted < math.inf for one in results)
-    assert list(links) == [2]
-    assert min(links[2]) > 0

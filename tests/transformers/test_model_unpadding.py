@@ -206,7 +206,6 @@ def test_threads_share_a_model():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: make_model("T5"), "bias that depends on places"),
         (lambda: torch.nn.Linear(2, 2), "attention interface"),
         (lambda: transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2)), "interface"),
         (lambda: with_convolution(make_model("BERT")), "Conv1d"),
@@ -218,11 +217,12 @@ def test_models_that_cannot_be_unpadded_are_refused(make, reason):
         pass
 
 
-def test_layers_that_make_a_bias_of_places_are_refused_when_they_run():
-    sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    model = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes)).eval()
-    with unpadded(model), pytest.raises(ParameterError, match="position_bias= of UMT5Attention"):
-        model(torch.ones(2, 3, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]]))
+def test_a_dense_bias_of_places_is_refused_when_a_layer_runs(monkeypatch):
+    model = make_model("T5")
+    layer = model.encoder.block[0].layer[0].SelfAttention
+    monkeypatch.setattr(layer, "compute_bias", lambda *_, **options: torch.zeros(1, 4, LENGTH, LENGTH))
+    with unpadded(model), pytest.raises(ParameterError, match="position_bias= of T5Attention"):
+        model(**make_inputs(model, "right").inputs)
 
 
 def with_convolution(model):

@@ -21,7 +21,7 @@ except ImportError as error:
 from .attention_interface import register
 from .compatibility import NAME
 from .decoding_cache import Cache
-from .model_contexts import masking, unpadded
+from .model_contexts import masking, serving, unpadded
 from .monitor_callback import MonitorCallback
 from .presses import pressing
 from .word_times import Segment, Transcript, Word, word_timestamps
@@ -36,6 +36,7 @@ __all__ = [
     "masking",
     "pressing",
     "register",
+    "serving",
     "unpadded",
     "word_timestamps",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
 from ..formula.tables import Table
-from ..statistics import Statistic, weights
+from ..statistics import weights
 from ..torch.layer_calls import LayerCall, attend
 from ..torch.watching.attention_finder import is_watched
 from .compatibility import (
@@ -79,6 +80,7 @@ def sightline_attention(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
+    make_score: Callable[[Tensor, Tensor, Unpadding | None], Expression] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention for a layer of a transformers model, which calls this function.
@@ -103,6 +105,8 @@ def sightline_attention(
     cache : transformers.PagedAttentionCache, optional
         In continuous batching, the cache that does not store the new keys yet. Transformers 5.24 and later store them
         before this call. B is then 1, and n is the number of new tokens of all requests.
+    make_score : function (query, key, unpadding) that returns the score, a formula of the rows of the call, optional
+        `unpadding` is None unless query and key are the real tokens of a padded batch.
     options
         With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` raises an error. Other
         options are ignored.
@@ -126,14 +130,19 @@ def sightline_attention(
     if is_paged:
         query, key, value, attention_mask = read_paged_cache(module, query, key, value, cache, options)
     check_mask(module, query, attention_mask, options)
-    score, mask = _read_scores(softcap, position_bias, _prepare_mask(module, attention_mask, options))
+    mask = _prepare_mask(module, attention_mask, options)
 
     heads = RETURNED_HEADS[module][-1][module] if module in RETURNED_HEADS else None
     needs_weights = heads != () and _needs_weights(module, options)
     unpadding = None
     if needs_weights or is_watched() or isinstance(key, StoredTensor):  # what has the padded shape
         unpadding, query, key, value, mask = _pad(query, key, value, mask)
-    returned = _returned_statistics(module, needs_weights, query.shape[-2])
+    of_tokens = getattr(mask, "unpadding", None)
+    score, mask = _read_scores(
+        softcap, position_bias, mask, make_score and make_score(query, key, of_tokens), of_tokens
+    )
+    presses = OBSERVED.get(module, ()) if query.shape[-2] > 1 else ()  # kvpress evicts after the prompt alone
+    returned = [weights()] if needs_weights else [statistic(query.shape[-2]) for statistic in presses[-1:]]
     evicting = key.evicting if isinstance(key, StoredTensor) else None
     observed = []
     if evicting is not None:
@@ -199,14 +208,6 @@ def _pad(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Unpaddin
     return unpadding, unpadding.pad(query), key, value, mask.padded
 
 
-def _returned_statistics(module: nn.Module, needs_weights: bool, n: int) -> list[Statistic]:
-    """Return the statistic that the layer returns, if any: the weights, or of a prompt the rows that a press reads."""
-    if needs_weights:
-        return [weights()]
-    presses = OBSERVED.get(module, ()) if n > 1 else ()  # kvpress evicts after the prompt alone
-    return [statistic(n) for statistic in presses[-1:]]
-
-
 def _at_positions(mask: Any) -> Any:
     """Return a dense mask (B or 1, H or 1, n, m) as a formula, which also reads it at the keys that a cache kept.
 
@@ -227,7 +228,8 @@ def _refuse_unsupported(module: nn.Module, options: dict[str, Any], attention_ma
                 "masks, biases, soft caps and one sink for each head",
                 'attn_implementation="eager" for this model',
             )
-    if position_bias is not None and getattr(attention_mask, "unpadding", None) is not None:
+    is_dense = position_bias is not None and not isinstance(position_bias, PositionBias)
+    if is_dense and getattr(attention_mask, "unpadding", None) is not None:
         raise ParameterError(
             f"position_bias= of {type(module).__name__} in `unpadded`, where the bias does not fit the real tokens",
             "layers without position biases in `unpadded`",
@@ -235,19 +237,23 @@ def _refuse_unsupported(module: nn.Module, options: dict[str, Any], attention_ma
         )
 
 
-def _read_scores(softcap: float | None, position_bias: Tensor | None, attention_mask: Any) -> tuple[Any, Any]:
+def _read_scores(
+    softcap: float | None, position_bias: Tensor | None, mask: Any, made: Any, unpadding: Unpadding | None
+) -> tuple[Any, Any]:
     """Return the score of attention, or None, and the mask, which is None if its logits became part of the score."""
-    score: Any = None if softcap is None else softcap_score(float(softcap))
-    if position_bias is not None and not _is_zero(position_bias):
+    score: Any = made if softcap is None else softcap_score(float(softcap))
+    if isinstance(position_bias, PositionBias):
+        formula = position_bias.formula
+        score = _add_to_score(formula if unpadding is None else formula.rewrite(unpadding.symbols), score)
+    elif position_bias is not None and not _is_zero(position_bias):
         score = _add_to_score(position_bias, score)
-    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
-        score, attention_mask = _add_to_score(attention_mask, score), None
-    return score, attention_mask
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        score, mask = _add_to_score(mask, score), None
+    return score, mask
 
 
-def _add_to_score(array: Tensor, score: Any) -> Any:
-    """Return the score plus `array` as a formula. Without a score, return `array`, or a `PositionBias`'s formula."""
-    added: Any = array.formula if isinstance(array, PositionBias) else array
+def _add_to_score(added: Any, score: Any) -> Any:
+    """Return the score plus `added`, an array or a formula of s. Without a score, return `added`."""
     if score is None:
         return added
     added = added if isinstance(added, Expression) else bias(added)
@@ -256,7 +262,7 @@ def _add_to_score(array: Tensor, score: Any) -> Any:
 
 def _is_zero(position_bias: Tensor) -> bool:
     """True if a bias has no effect: T5 gives a layer without biases, such as cross-attention, an array of zeros."""
-    if isinstance(position_bias, PositionBias) or position_bias.requires_grad or torch.compiler.is_compiling():
+    if position_bias.requires_grad or torch.compiler.is_compiling():
         return False
     return not bool(position_bias.any())
 

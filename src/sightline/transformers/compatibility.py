@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import continuous_batching
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine_tokens_into_words
 
 from ..data import tried_versions
@@ -45,6 +46,7 @@ CACHE = "cache" if "cache" in _parameters(masking_utils.create_causal_mask) else
 combine_tokens_into_words = _combine_tokens_into_words
 causal_mask_function = masking_utils.causal_mask_function
 bidirectional_mask_function = getattr(masking_utils, "bidirectional_mask_function", None)
+attention_function = ALL_ATTENTION_FUNCTIONS.__getitem__  # of the name of an implementation
 
 
 # -- layers and configurations -------------------------------------------------------------------------------------

@@ -181,7 +181,9 @@ def sightline_mask(
     )
     if torch.compiler.is_compiling():
         return make_dense()
-    real = None if attention_mask is None else _real_keys(attention_mask, kv_offset, kv_offset + kv_length)
+    real, stop = attention_mask, kv_offset + kv_length
+    if real is not None:  # no key after the end of the padding mask is real
+        real = torch.nn.functional.pad(real, (0, max(stop - real.shape[1], 0)))[:, kv_offset:stop]
     padding = None if real is None else padding_formula(real)
     query_start = int(q_offset) - kv_offset
     if mask_function is bidirectional_mask_function:
@@ -210,11 +212,6 @@ def sightline_mask(
         rule=rule,
         is_real=real if is_prompt and has_padding else None,
     )
-
-
-def _real_keys(attention_mask: Tensor, start: int, stop: int) -> Tensor:
-    """Return the padding mask at the positions from start to stop of the sequence, False after the mask's end."""
-    return torch.nn.functional.pad(attention_mask, (0, max(stop - attention_mask.shape[1], 0)))[:, start:stop]
 
 
 def _read_rule(mask_function: Callable[..., Any]) -> Expression | None:

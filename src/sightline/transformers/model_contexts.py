@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from .compatibility import (
     read_implementation,
     uses_attention_interface,
 )
-from .masks_and_biases import FormulaMask, position_formulas
+from .masks_and_biases import FormulaMask, PositionBias, position_formulas
+from .served_layers import LAYERS, is_served, serving_layers
 from .unpadding import Unpadding
 from .wrapper_tensors import StoredTensor
 
@@ -40,19 +40,22 @@ def find_attention_layers(model: Any) -> dict[str, nn.Module]:
     Raises
     ------
     ParameterError
-        `model` is not a module, or its attention does not use transformers' attention interface.
+        `model` is not a module, or its attention neither uses transformers' attention interface nor is served.
     """
     check_module(model)
-    attention_classes = {kind for kind in set(map(type, model.modules())) if uses_attention_interface(kind)}
+    classes = set(map(type, model.modules()))
+    attention_classes = {kind for kind in classes if uses_attention_interface(kind) or is_served(kind)}
     layers = {
         name or type(model).__name__: module
         for name, module in model.named_modules()
         if type(module) in attention_classes
     }
-    if not layers or not any(map(can_set_implementation, submodels(model))):
+    if not any(map(is_served, attention_classes)) and not (
+        layers and any(map(can_set_implementation, submodels(model)))
+    ):
         raise ParameterError(
             f"a {type(model).__name__} whose attention does not use transformers' attention interface",
-            "models of transformers that support attn_implementation",
+            f"models of transformers that support attn_implementation, or have layers of {', '.join(LAYERS)}",
             "sightline.attention(..., mask=...) in the model's code",
         )
     return layers
@@ -66,6 +69,8 @@ def submodels(model: nn.Module) -> list[PreTrainedModel]:
 @contextmanager
 def using_sightline(model: nn.Module) -> Iterator[None]:
     """Set `attn_implementation="sightline"` in the submodels that allow it, and restore their own value on exit.
+
+    Layers that write attention by hand are served; models of such layers make their masks for "sightline" too.
 
     Some models change the value themselves, as Whisper does to return the times of tokens. The value is then set again
     before the model runs.
@@ -82,6 +87,10 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
         for submodel in able:
             if read_implementation(submodel.config) != NAME:
                 submodel.set_attn_implementation(NAME)
+        for submodel in submodels(model):
+            if submodel not in able and any(map(is_served, map(type, submodel.modules()))):
+                setattr(submodel.config, STORED_IMPLEMENTATION, NAME)
+        exit_stack.enter_context(serving_layers(model))
         chosen = [(config, getattr(config, STORED_IMPLEMENTATION)) for config in configurations]
 
         def set_again(*_: Any) -> None:
@@ -104,6 +113,38 @@ def collect_configurations(model: nn.Module) -> list[Any]:
             by_id[id(config)] = config
             pending += [getattr(config, name, None) for name in config.sub_configs]
     return list(by_id.values())
+
+
+@context
+def serving(model: nn.Module) -> Generator[None]:
+    """Compute the attention of a transformers model by this library, also where the model writes attention by hand.
+
+    While the context lasts, the model uses `attn_implementation="sightline"`, and this library computes the layers of
+    DeBERTa v2 and v3, MPNet, SAM and ViTDet. Their biases are tables of n · buckets numbers for each head, with
+    gradients, and never n × m. Results are those of the model up to the order of sums, except that a query at padding
+    attends to the real keys. On exit, also after an error, the model is restored. `masking` and `unpadded` serve such
+    layers too. Code that `torch.compile` traces runs the model's own code of these layers.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, or a module that contains such models
+
+    Raises
+    ------
+    ParameterError
+        `model` is not a module, or its attention neither uses transformers' attention interface nor is served.
+
+    Examples
+    --------
+    >>> import torch, transformers, sightline.transformers
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> model = transformers.DebertaV2Model(transformers.DebertaV2Config(vocab_size=10, **sizes)).eval()
+    >>> with torch.no_grad(), sightline.transformers.serving(model):
+    ...     output = model(torch.tensor([[1, 2, 3, 4, 5]])).last_hidden_state
+    """
+    find_attention_layers(model)
+    with using_sightline(model):
+        yield
 
 
 @dataclass
@@ -220,8 +261,8 @@ def unpadded(model: nn.Module) -> Generator[None]:
     ------
     ParameterError
         `model` is not a module, its attention does not use transformers' attention interface, or a layer mixes tokens
-        outside of self-attention, as a convolution does, or adds a bias that depends on places in the padded batch. The
-        error names the part. A model of experts returns router logits.
+        outside of self-attention, as a convolution does. The error names the part. A model of experts returns router
+        logits.
 
     Examples
     --------
@@ -237,7 +278,13 @@ def unpadded(model: nn.Module) -> Generator[None]:
     layers = _stacked_layers(model, set(find_attention_layers(model).values()))
     layers = [layer for layer in layers if not any(is_cross_attention(*named) for named in layer.named_modules())]
     for layer in layers:
-        _check_layer(layer)
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
+                raise ParameterError(
+                    f"unpadded of a {type(layer).__name__} whose {name}, a {type(module).__name__}, mixes neighbours",
+                    "layers that mix tokens only in self-attention",
+                    "call the model without `unpadded`, with texts of similar length in a batch",
+                )
     if not layers:
         raise ParameterError(
             f"a {type(model).__name__} without a list of layers that have self-attention and no cross-attention",
@@ -263,22 +310,6 @@ def _stacked_layers(module: nn.Module, attention_layers: Collection[nn.Module]) 
     return layers
 
 
-def _check_layer(layer: nn.Module) -> None:
-    """Raise ParameterError if the layer mixes tokens outside of attention, or adds a bias of places in the batch."""
-    reason = None
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
-            reason = f"{name} is a {type(module).__name__}, which mixes neighbouring tokens"
-        elif "position_bias" in inspect.signature(module.forward).parameters:
-            reason = f"{name or 'the layer'} adds a bias that depends on places in the padded batch"
-    if reason is not None:
-        raise ParameterError(
-            f"unpadded of a model with {type(layer).__name__}: {reason}",
-            "layers that mix tokens only in self-attention, without position_bias=",
-            "call the model without `unpadded`, with texts of similar length in a batch",
-        )
-
-
 def _forward_without_padding(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Run a layer's `forward` on real tokens alone if a mask among the arguments has `is_real`."""
     values = tree_flatten((inputs, options))[0]
@@ -296,12 +327,13 @@ def _forward_without_padding(forward: Callable[..., Any], *inputs: Any, **option
     def flatten(value: Any) -> Any:
         if isinstance(value, FormulaMask):
             return value.unpadded if value.is_real is not None else value
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not isinstance(value, PositionBias):
             return unpadding.flatten(value)
         return PaddingCache(value, unpadding) if isinstance(value, Cache) else value
 
     output = forward(*tree_map(flatten, inputs), **tree_map(flatten, options))
-    return tree_map(lambda value: unpadding.pad(value) if isinstance(value, Tensor) else value, output)
+    kept = PositionBias  # passed from layer to layer
+    return tree_map(lambda x: unpadding.pad(x) if isinstance(x, Tensor) and not isinstance(x, kept) else x, output)
 
 
 class PaddingCache:
