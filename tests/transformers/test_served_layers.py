@@ -11,6 +11,7 @@ from fault_planting import Fault, assert_found
 from sightline import watch
 from sightline.errors import ParameterError
 from sightline.transformers import masking, served_layers, serving, unpadded
+from sightline.transformers.compatibility import uses_attention_interface
 
 HEADS, LENGTH = 4, 70
 TEXT = {"vocab_size": 30, "hidden_size": 48, "intermediate_size": 16, "pad_token_id": 0}
@@ -33,6 +34,8 @@ MODELS = {  # the model, and the sizes of its configuration
     ),
 }
 TEXTS = ["DeBERTa v2", "DeBERTa v3", "DeBERTa, plain", "MPNet", "T5"]
+if not uses_attention_interface(transformers.models.t5.modeling_t5.T5Attention):  # before transformers 5.18
+    del MODELS[TEXTS.pop()]
 
 
 def make(name, dtype=torch.float64, **more):
@@ -86,7 +89,7 @@ def test_real_tokens_alone(name):
     check(name, unpadded)
 
 
-@pytest.mark.parametrize("name", ["DeBERTa v3", "MPNet", "SAM"])
+@pytest.mark.parametrize("name", ["DeBERTa v3", "MPNet", "ViTDet"])
 @pytest.mark.parametrize("context", [serving, unpadded])
 def test_weights_are_seen(name, context):
     model, inputs = make(name), make_inputs(name, padded=False)

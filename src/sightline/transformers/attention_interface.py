@@ -245,8 +245,10 @@ def _read_scores(
     if isinstance(position_bias, PositionBias):
         formula = position_bias.formula
         score = _add_to_score(formula if unpadding is None else formula.rewrite(unpadding.symbols), score)
-    elif position_bias is not None and not _is_zero(position_bias):
-        score = _add_to_score(position_bias, score)
+    elif position_bias is not None:
+        is_known = not position_bias.requires_grad and not torch.compiler.is_compiling()
+        if not is_known or bool(position_bias.any()):  # T5 gives layers without biases an array of zeros
+            score = _add_to_score(position_bias, score)
     if isinstance(mask, Tensor) and mask.is_floating_point():
         score, mask = _add_to_score(mask, score), None
     return score, mask
@@ -258,13 +260,6 @@ def _add_to_score(added: Any, score: Any) -> Any:
         return added
     added = added if isinstance(added, Expression) else bias(added)
     return added.with_scores(score if isinstance(score, Expression) else bias(score))
-
-
-def _is_zero(position_bias: Tensor) -> bool:
-    """True if a bias has no effect: T5 gives a layer without biases, such as cross-attention, an array of zeros."""
-    if position_bias.requires_grad or torch.compiler.is_compiling():
-        return False
-    return not bool(position_bias.any())
 
 
 def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:

@@ -50,12 +50,15 @@ def _name(kind: type) -> str:
 
 
 def _call(module: nn.Module, compute: Callable[..., Any], own: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Return `compute(module, own method, all arguments of a call of that method)`; traced calls run the method."""
-    if torch.compiler.is_compiling():
-        return own(*inputs, **options)
+    """Return `compute(module, own method, **all arguments of a call of that method)`.
+
+    The method itself runs in code that torch.compile traces, and if heads are masked, as transformers 4 can.
+    """
     given = inspect.signature(own).bind(*inputs, **options)
     given.apply_defaults()
-    return compute(module, own, *given.arguments.values())
+    if torch.compiler.is_compiling() or given.arguments.get("head_mask") is not None:
+        return own(*inputs, **options)
+    return compute(module, own, **given.arguments)
 
 
 def _attend(layer: nn.Module, arrays: Any, mask: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -73,20 +76,21 @@ def _split(array: Tensor, heads: int) -> Tensor:
     return array.view(*array.shape[:-1], heads, -1).transpose(1, 2)
 
 
-def _attend_disentangled(layer: Any, own: Any, states: Tensor, mask: Tensor | None, *others: Any) -> Any:
+def _attend_disentangled(layer: Any, own: Any, hidden_states: Tensor, attention_mask: Any, **options: Any) -> Any:
     """Add q_i · r_k[δ(i − j)] and k_j · r_q[δ(i − j)] to q_i · k_j, for the buckets δ of distances.
 
     Source: He et al., "DeBERTa: Decoding-enhanced BERT with disentangled attention", 2021, equation 4.
     """
-    output_attentions, query_states, relative_pos, rel_embeddings = others
-    if relative_pos is not None:  # the caller's own distances
-        return own(states, states.new_ones(1, 1, 1, 1) if mask is None else mask, *others)
-    sources = states if query_states is None else query_states, states, states
+    if options["relative_pos"] is not None:  # the caller's own distances
+        all_visible = hidden_states.new_ones(1, 1, 1, 1)
+        return own(hidden_states, all_visible if attention_mask is None else attention_mask, **options)
+    queries = hidden_states if options["query_states"] is None else options["query_states"]
+    sources = queries, hidden_states, hidden_states
     projections = layer.query_proj, layer.key_proj, layer.value_proj
     arrays = [_split(project(x), layer.num_attention_heads) for project, x in zip(projections, sources, strict=True)]
     kinds = [kind for kind in ("c2p", "p2c") if kind in layer.pos_att_type]
     scale = (arrays[0].shape[-1] * (1 + len(kinds))) ** -0.5
-    embeddings: Any = layer.pos_dropout(rel_embeddings) if layer.relative_attention else None
+    embeddings: Any = layer.pos_dropout(options["rel_embeddings"]) if layer.relative_attention else None
 
     def make_score(query: Tensor, key: Tensor, unpadding: Unpadding | None) -> Expression:
         length = key.shape[-2] if unpadding is None else unpadding.n
@@ -106,26 +110,26 @@ def _attend_disentangled(layer: Any, own: Any, states: Tensor, mask: Tensor | No
                 score = score + _read(array @ (rows * scale).transpose(-1, -2), place, bucket)
         return score
 
-    options = {"scaling": scale, "dropout": layer.dropout.p, "output_attentions": output_attentions}
-    return _attend(layer, arrays, mask, make_score=make_score if layer.relative_attention else None, **options)
+    options = {"scaling": scale, "dropout": layer.dropout.p, "output_attentions": options["output_attentions"]}
+    return _attend(
+        layer, arrays, attention_mask, make_score=make_score if layer.relative_attention else None, **options
+    )
 
 
-def _mask_keys(encoder: Any, own: Any, mask: Tensor) -> Any:
+def _mask_keys(encoder: Any, own: Any, attention_mask: Tensor) -> Any:
     """Return the mask of a batch with padding as a formula."""
-    if mask.ndim != 2:
-        return own(mask)
+    if attention_mask.ndim != 2:
+        return own(attention_mask)
     visible = bidirectional_mask_function or (lambda batch, head, query, key: key >= 0)
-    count, length = mask.shape
-    return sightline_mask(count, length, length, 0, 0, visible, mask.bool(), True, device=mask.device)
+    (count, length), device = attention_mask.shape, attention_mask.device
+    return sightline_mask(count, length, length, 0, 0, visible, attention_mask.bool(), True, device=device)
 
 
-def _attend_mpnet(
-    layer: Any, own: Any, states: Tensor, mask: Any, position_bias: Any, output_attentions: bool, *_: Any
-) -> Any:
-    arrays = [_split(project(states), layer.num_attention_heads) for project in (layer.q, layer.k, layer.v)]
-    options = {"dropout": layer.dropout.p, "position_bias": position_bias, "output_attentions": output_attentions}
-    output, weights = _attend(layer, arrays, mask, **options)
-    return (layer.o(output), weights) if output_attentions else (layer.o(output),)
+def _attend_mpnet(layer: Any, own: Any, hidden_states: Tensor, attention_mask: Any, **options: Any) -> Any:
+    arrays = [_split(project(hidden_states), layer.num_attention_heads) for project in (layer.q, layer.k, layer.v)]
+    passed = {name: options[name] for name in ("position_bias", "output_attentions")}
+    output, weights = _attend(layer, arrays, attention_mask, dropout=layer.dropout.p, **passed)
+    return (layer.o(output), weights) if passed["output_attentions"] else (layer.o(output),)
 
 
 def _make_relative_bias(encoder: Any, own: Any, x: Tensor, position_ids: Any, num_buckets: int) -> Any:
@@ -139,11 +143,12 @@ def _make_relative_bias(encoder: Any, own: Any, x: Tensor, position_ids: Any, nu
     return PositionBias(shape, x.device, table.dtype, formula=relative_bias(table), dense=dense)
 
 
-def _attend_image(layer: Any, own: Any, states: Tensor, output_attentions: Any = None, *_: Any) -> Any:
+def _attend_image(layer: Any, own: Any, output_attentions: Any = None, **named: Tensor) -> Any:
     """Add the query's product with embeddings of the distance in rows, and of that in columns, of the image.
 
     Source: Li et al., "MViTv2: Improved multiscale vision transformers", 2022, equation 4.
     """
+    (states,) = named.values()  # "hidden_state" or "hidden_states"
     count, height, width = states.shape[:3]
     is_sam = hasattr(layer, "get_rel_pos")
     heads = layer.num_attention_heads if is_sam else layer.num_heads
@@ -172,7 +177,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 }
 ENCODERS: dict[str, dict[str, Callable[..., Any]]] = {
     "deberta_v2.DebertaV2Encoder": {
-        "get_rel_pos": lambda *inputs: inputs[-1],  # what the caller gives: no n × n distances
+        "get_rel_pos": lambda *_, relative_pos, **__: relative_pos,  # by default no n × n distances
         "get_attention_mask": _mask_keys,
     },
     "mpnet.MPNetEncoder": {"compute_position_bias": _make_relative_bias},
