@@ -91,10 +91,12 @@ class _Join:
         self, derivative: Derivative, tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
     ) -> None:
         spec, first = derivative.spec, len(tensors) - derivative.spec.num_arrays
-        types = tuple([_element_type(x, dim) for x, dim in zip(tensors, dims, strict=True)])[first:]
+        shapes = [[n for axis, n in enumerate(x.shape) if axis != dim] for x, dim in zip(tensors, dims, strict=True)]
+        types = tuple([(tuple(shape), x.dtype) for shape, x in zip(shapes, tensors, strict=True)])[first:]
         problem = spec.problem(spec.unflatten([_example(*each) for each in types]))
         self.batch_shape, self.size, self.num_heads = problem.batch_shape, size, problem.H
-        results = [kind for statistic in problem.see for kind in _result_kinds(statistic)]
+        of_statistics = [(_Kind("rows", x) if isinstance(x, Mean) else ROWS, count_arrays(x)) for x in problem.see]
+        results = [kind for kind, count in of_statistics for _ in range(count)]
         kinds, output_kinds = _kinds(derivative, [ROWS, ROWS, *results])
         has_gradients = derivative.order > 0
         self.has_joined_heads = SINKS in kinds and (
@@ -173,18 +175,6 @@ def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], l
         outputs = [outputs[k] for k in derivative.gradient_indices] + [ROWS, ROWS]
     kinds = outputs + below
     return kinds, [kinds[place] for place in derivative.output_places]
-
-
-def _result_kinds(statistic: Statistic) -> list[_Kind]:
-    """Return the kinds of the arrays of a statistic."""
-    return [_Kind("rows", statistic) if isinstance(statistic, Mean) else ROWS] * count_arrays(statistic)
-
-
-def _element_type(tensor: Tensor, dim: int | None) -> Type:
-    shape = list(tensor.shape)
-    if dim is not None:
-        del shape[dim]
-    return tuple(shape), tensor.dtype
 
 
 def _example(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

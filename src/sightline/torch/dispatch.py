@@ -77,20 +77,14 @@ def run(
         if request is not None:
             gpu_entries.insert_fused(request, caller_inputs, problem)
         return to_caller_layout(problem, result)
-    if _is_eager(problem):
+    is_plain = all(type(array) in (Tensor, Parameter) for _, array in _tensors(problem))
+    if is_plain and not is_intercepted() and problem.device != "meta":  # only autograd must see the call
         for name, array in _tensors(problem):
             check_memory(name, array)
         return _run_eager(validate(problem), caller_inputs, options, request)
     return to_caller_layout(
         problem, solve_selections_separately(problem, lambda subproblem: _run_operator(subproblem, options))
     )
-
-
-def _is_eager(problem: Problem) -> bool:
-    """True if no part of torch except autograd must see the call, and every tensor is a plain tensor with data."""
-    if is_intercepted() or problem.device == "meta":
-        return False
-    return all(type(array) in (Tensor, Parameter) for _, array in _tensors(problem))
 
 
 def _tensors(problem: Problem) -> list[tuple[str, Tensor]]:

@@ -130,7 +130,7 @@ def check_nested(named: dict[str, Any]) -> None:
                 "(B, H, j, d) or (B, j, d), where j is the ragged axis",
                 f"{name}.transpose(1, 2) if its axes are (B, j, H, d)",
             )
-        if _overlap(x):
+        if x.lengths() is not None and not is_traced(x) and bool((x.lengths() > torch.diff(x.offsets())).any()):
             raise ShapeError(
                 f"{name} with offsets {x.offsets().tolist()} and lengths {x.lengths().tolist()}",
                 "sequences that end before the next offset",
@@ -156,13 +156,6 @@ def _layout_of(array: Any) -> str:
     if is_nested(array):
         return "jagged" if array.layout is torch.jagged else "strided nested"
     return "dense" if is_array(array) else type(array).__name__
-
-
-def _overlap(nested: Any) -> bool:
-    """True if a sequence goes on after the start of the next one; False while torch.compile traces."""
-    if nested.lengths() is None or is_traced(nested):
-        return False
-    return bool((nested.lengths() > torch.diff(nested.offsets())).any())
 
 
 def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:

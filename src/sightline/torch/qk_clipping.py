@@ -7,7 +7,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -277,7 +278,9 @@ def _with_powers(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Scal
 def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None, length: int) -> list[ScaledView]:
     """Return the views of the query and key projections."""
     for names in SEPARATE if named is None else (named,):
-        found = [_child(layer, name) for name in names]
+        found = [
+            reduce(lambda part, name: getattr(part, name, None), name.split("."), cast(Any, layer)) for name in names
+        ]
         if all(isinstance(child, nn.Module) for child in found):
             rows = [_rows(f"{path}.{name}", child) for name, child in zip(names, found, strict=True)]
             width = _divide(path, len(rows[0][0]), heads)
@@ -307,13 +310,6 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
         f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",
         "projections=(name of the query projection, name of the key projection), or a function that returns views",
     ) from cause
-
-
-def _child(layer: nn.Module, name: str) -> Any:
-    found: Any = layer
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def _rows(path: str, projection: nn.Module) -> list[Tensor]:

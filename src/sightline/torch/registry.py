@@ -21,9 +21,14 @@ from torch.nn import Parameter, attention
 
 from ..api.functions import attend
 from ..api.kernels import differentiate, make_plan
+from ..caching import store
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
+from ..call.kernel import Gradients
 from ..call.problem import NUM_OPERANDS, parse, validate
+from ..call.validation import read_mask, read_score
 from ..errors import KernelRefusedError, SightlineError
 from ..formula.library import bias
+from ..formula.parameters import structure_of
 from ..statistics import lse
 from .functional import convert_arguments
 from .interception import is_intercepted
@@ -32,6 +37,8 @@ from .operator import autocast_disabled
 SDPA, FLASH = "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"
 DEFAULTS: tuple[Any, ...] = None, 0.0, False  # of attn_mask, dropout_p and is_causal
 PLAIN = {Tensor, Parameter}
+MAX_PASSES = 64
+_PASSES: dict[Any, BackwardPasses] = {}  # by the formulas and the scale of a call
 
 
 class ActiveOverrides:
@@ -94,10 +101,25 @@ def _attend_below_autograd(
 def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]:
     """Return the gradients of query, key and value. `inputs` are these, the results, dropout_p and is_causal."""
     query, key, value, output, sums, _, is_causal = inputs
-    problem = validate(parse(query, key, value, _read(query, key, value, is_causal, **named).replace(seed=0)))
+    options = _read(query, key, value, is_causal, **named).replace(seed=0)
+    formulas, lse = (read_mask(options.mask), read_score(options.score)), sums.double().contiguous()
+    structure = structure_of(*formulas)
+    tables = tuple([table.array for table in structure.tables])
+    call_key = structure.formulas, options.scale
+
+    def dispatch() -> tuple[Gradients, Any]:
+        problem = validate(parse(query, key, value, options))
+        if call_key not in _PASSES:
+            store(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), MAX_PASSES)
+        return differentiate(problem, make_plan(problem, "cpu"), d_output, None, (), (output, lse), ()), formulas
+
     with torch.no_grad(), autocast_disabled(output):
-        found = differentiate(problem, make_plan(problem, "cpu"), d_output, None, (), (output, sums.double()), ())
-    return [_order_heads_last(gradient) for gradient in (found.query, found.key, found.value)]
+        if call_key not in _PASSES:
+            dispatch()
+        given = BackwardInputs(d_output.contiguous(), None, tables, structure.numbers, ())
+        forward = ForwardPass((query, key, value), output, lse, None, 0, None)
+        found = _PASSES[call_key].differentiate(given, forward, dispatch)
+    return [_order_heads_last(gradient) for gradient in found]
 
 
 def _read(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Any = None, scale: Any = None) -> Any:
