@@ -34,7 +34,7 @@ MODELS = {  # the model, and the sizes of its configuration
     ),
 }
 TEXTS = ["DeBERTa v2", "DeBERTa v3", "DeBERTa, plain", "MPNet", "T5"]
-if not uses_attention_interface(transformers.models.t5.modeling_t5.T5Attention):  # before transformers 5.18
+if not uses_attention_interface(transformers.models.t5.modeling_t5.T5Attention):  # as in 4.57
     del MODELS[TEXTS.pop()]
 
 
@@ -122,7 +122,7 @@ def test_no_array_has_a_number_for_each_pair(name, limit):
 
 
 def test_what_is_not_served():
-    """A caller's own distances and code that is compiled get the model's own code; other models are refused."""
+    """The model's own code runs for distances of the caller and in compiled code. Other models raise an error."""
     model, inputs = make("DeBERTa v2"), make_inputs("DeBERTa v2", padded=False)
     x, rows = torch.randn(1, 9, 48, dtype=torch.float64), torch.arange(9)
     distances = ((rows[:, None] - rows) % 5)[None]

@@ -78,7 +78,7 @@ def run(
             gpu_entries.insert_fused(request, caller_inputs, problem)
         return to_caller_layout(problem, result)
     is_plain = all(type(array) in (Tensor, Parameter) for _, array in _tensors(problem))
-    if is_plain and not is_intercepted() and problem.device != "meta":  # only autograd must see the call
+    if is_plain and not is_intercepted() and problem.device != "meta":  # no mode, no transform
         for name, array in _tensors(problem):
             check_memory(name, array)
         return _run_eager(validate(problem), caller_inputs, options, request)

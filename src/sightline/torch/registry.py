@@ -109,13 +109,12 @@ def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]
 
     def dispatch() -> tuple[Gradients, Any]:
         problem = validate(parse(query, key, value, options))
-        if call_key not in _PASSES:
-            store(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), MAX_PASSES)
         return differentiate(problem, make_plan(problem, "cpu"), d_output, None, (), (output, lse), ()), formulas
 
     with torch.no_grad(), autocast_disabled(output):
         if call_key not in _PASSES:
-            dispatch()
+            problem = validate(parse(query, key, value, options))
+            store(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), MAX_PASSES)
         given = BackwardInputs(d_output.contiguous(), None, tables, structure.numbers, ())
         forward = ForwardPass((query, key, value), output, lse, None, 0, None)
         found = _PASSES[call_key].differentiate(given, forward, dispatch)

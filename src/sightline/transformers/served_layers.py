@@ -28,7 +28,7 @@ b, h, i, j, s = (SYMBOLS[name] for name in "bhijs")
 
 
 def is_served(kind: type) -> bool:
-    """True if layers of this class have a function in `LAYERS`."""
+    """True if `LAYERS` has a function for layers of this class."""
     return _name(kind) in LAYERS
 
 
@@ -62,7 +62,7 @@ def _call(module: nn.Module, compute: Callable[..., Any], own: Callable[..., Any
 
 
 def _attend(layer: nn.Module, arrays: Any, mask: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (output (B, n, H · d_v), weights or None) by the function that transformers has for "sightline"."""
+    """Return the output (B, n, H · d_v), and weights or None, of the attention function "sightline" of transformers."""
     output, weights = attention_function(NAME)(layer, *arrays, mask, is_causal=False, **options)
     return output.flatten(2), weights
 
@@ -144,7 +144,7 @@ def _make_relative_bias(encoder: Any, own: Any, x: Tensor, position_ids: Any, nu
 
 
 def _attend_image(layer: Any, own: Any, output_attentions: Any = None, **named: Tensor) -> Any:
-    """Add the query's product with embeddings of the distance in rows, and of that in columns, of the image.
+    """Add two biases: products of the query with embeddings of two distances, that in rows and that in columns.
 
     Source: Li et al., "MViTv2: Improved multiscale vision transformers", 2022, equation 4.
     """
