@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
+from .arrays.operations import is_compiling
+
 Value = TypeVar("Value")
 
 
@@ -35,8 +37,12 @@ class cached_property(Generic[Value]):  # noqa: N801 - a decorator, named like t
     def __get__(self, instance: object | None, owner: type | None = None) -> cached_property[Value] | Value:
         if instance is None:
             return self
-        value: Value = vars(instance).setdefault(self.name, self.function(instance))  # `setdefault` is atomic
-        return value
+        value = self.function(instance)
+        if is_compiling():  # torch.compile of torch 2.11 does not trace `setdefault` of an object's dict
+            vars(instance)[self.name] = value
+            return value
+        stored: Value = vars(instance).setdefault(self.name, value)  # `setdefault` is atomic
+        return stored
 
 
 def find_sources(package: Path, *places: str) -> list[Path]:
