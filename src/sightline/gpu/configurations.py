@@ -54,7 +54,7 @@ def find_configuration(architecture: str, kernel: str, dtype: str, width: int) -
     if kernel in ("backward_queries", "backward_keys"):
         return _backward_configuration(architecture, kernel, dtype, width)
     if kernel == "decode":
-        return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
+        return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 2)
     if kernel == "weights_pass":  # its registers hold scores, and lists of `top_k` or cells of `pooled`, but no output
         side = 32 if dtype in ("float32", "float64") else 64
         return Configuration(side, side, 4, 2)
@@ -66,10 +66,10 @@ def find_configuration(architecture: str, kernel: str, dtype: str, width: int) -
     if architecture.startswith("gfx"):
         return Configuration(128, 64, 4, 1)
     if architecture == "sm_90":
-        if width <= 64:
-            return Configuration(128, 128, 8, 2)
-        # Tiles of more keys would spill more registers.
-        return Configuration(128, 64, 8, 3) if width <= 128 else Configuration(128, 32, 8, 2)
+        # One group of four warps: while it computes a softmax, the matrix units serve another block of the processor.
+        if width <= 128:
+            return Configuration(64, 128 if width <= 64 else 64, 4, 3)
+        return Configuration(128, 32, 8, 2)  # tiles of more keys would spill more registers
     if width <= 64:
         return Configuration(128, 64, 4, 3)
     return Configuration(128, 64, 8, 2) if width <= 128 else Configuration(64, 32, 4, 2)
@@ -90,7 +90,11 @@ def _backward_configuration(architecture: str, kernel: str, dtype: str, width: i
         if 64 < width <= 128:
             wide, narrow = 128, 64 if kernel == "backward_queries" else 32
     elif architecture == "sm_90" and 64 <= width <= 128:
-        wide, warps, stages = 128, 8, 3
+        stages = 3
+        if kernel == "backward_queries" and width > 64:
+            wide, warps = 128, 8
+        elif width > 64:  # tiles of 64 queries would spill registers
+            narrow = 32
     elif architecture != "sm_90" and width < 64:
         wide, narrow, stages = 128, 32, 3
     return Configuration(*((wide, narrow) if kernel == "backward_queries" else (narrow, wide)), warps, stages)

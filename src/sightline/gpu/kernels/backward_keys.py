@@ -63,9 +63,25 @@ def process_query_range(state, first, last, block, formulas, NAN_SAFE: tl.conste
 
 
 @triton.jit
-def compute_block(args, b, g, first, row, formulas, NAN_SAFE: tl.constexpr, meta):
-    """Return (dK, dV) of the keys of a key head from `first` on, summed over the query heads of its group in order."""
-    n, m = args.n, args.m
+def add_head(state, keys, b, h, row, EVEN: tl.constexpr, formulas, NAN_SAFE: tl.constexpr, meta):
+    """Return the state after the tiles of queries of head h.
+
+    `keys` is (K, V, first key, `ScoreParams`, dropout factor, `SharedArguments`).
+    """
+    k, v, first, params, dropout_scale, args = keys
+    query, d_output = tile_ops.locate_head(args.query, b, h), tile_ops.locate_head(args.d_output, b, h)
+    block = Keys(k, v, first, b, h, query, d_output, params, dropout_scale, args)
+    tiles = ScheduleRow(args.schedule, b, h, row, args.n, None, first + meta.keys > args.m)
+    return loop_over_tiles(state, process_query_range, tiles, meta.rows, EVEN, block, formulas, NAN_SAFE, meta)
+
+
+@triton.jit
+def compute_block(args, b, g, first, row, formulas, OPTIONS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
+    """Return (dK, dV) of the keys of a key head from `first` on, summed over the query heads of its group in order.
+
+    OPTIONS is (GROUPED, EVEN) of `backward_keys`.
+    """
+    m = args.m
     k = tile_ops.locate_head(args.key, b, g)
     k = tile_ops.load_rows(k, first, meta.keys, m, meta.d_k, meta.padded_d_k, True, meta)
     k = tile_ops.apply_sign(k, args.sign, meta)
@@ -79,11 +95,12 @@ def compute_block(args, b, g, first, row, formulas, NAN_SAFE: tl.constexpr, meta
         tl.zeros((meta.keys, meta.padded_d_v), meta.accumulator),
         tl.zeros((meta.keys, meta.padded_d_v if NAN_SAFE else 1), tl.int32),
     )
-    for h in range(g * args.group, (g + 1) * args.group):
-        query, d_output = tile_ops.locate_head(args.query, b, h), tile_ops.locate_head(args.d_output, b, h)
-        block = Keys(k, v, first, b, h, query, d_output, params, dropout_scale, args)
-        tiles = ScheduleRow(args.schedule, b, h, row, n, None, first + meta.keys > m)
-        state = loop_over_tiles(state, process_query_range, tiles, meta.rows, False, block, formulas, NAN_SAFE, meta)
+    keys = (k, v, first, params, dropout_scale, args)
+    if OPTIONS[0]:
+        for h in range(g * args.group, (g + 1) * args.group):
+            state = add_head(state, keys, b, h, row, OPTIONS[1], formulas, NAN_SAFE, meta)
+    else:  # a loop of one iteration would cost registers
+        state = add_head(state, keys, b, g, row, OPTIONS[1], formulas, NAN_SAFE, meta)
     dk, dv, nonfinite = state
     dv *= dropout_scale
     if NAN_SAFE:
@@ -119,9 +136,13 @@ def backward_keys(
     tables,
     formulas,
     meta: tl.constexpr,
+    OPTIONS: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
 ):
     """Compute dK and dV of a block of keys of a key head.
+
+    OPTIONS is (GROUPED, EVEN). GROUPED is True if several query heads share a key head. EVEN is True if tiles divide
+    the queries and the keys.
 
     d_key and d_value are (B, G, m, d_k) and (B, G, m, d_v), contiguous. A row of `schedule` has the ranges of tiles of
     queries that a block of keys visits, for one query head. The other arguments are those of `backward_queries`. The
@@ -136,7 +157,7 @@ def backward_keys(
         item = tl.program_id(0)
         position, block = item // blocks, item % blocks
         b, g, first = position // heads, position % heads, block * meta.keys
-        dk, dv = compute_block(args, b, g, first, block, formulas, nonfinite_flags is None, meta)
+        dk, dv = compute_block(args, b, g, first, block, formulas, OPTIONS, nonfinite_flags is None, meta)
         if nonfinite_flags is not None:
             tl.store(nonfinite_flags + item, has_nonfinite(dk) | has_nonfinite(dv))
         store_rows(dk, d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
@@ -148,6 +169,6 @@ def backward_keys(
                 b, g = position // heads, position % heads
                 for subblock in range(SUBBLOCKS):
                     first = (block * SUBBLOCKS + subblock) * meta.keys
-                    dk, dv = compute_block(args, b, g, first, block, formulas, True, meta)
+                    dk, dv = compute_block(args, b, g, first, block, formulas, OPTIONS, True, meta)
                     store_rows(dk, d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
                     store_rows(dv, d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)

@@ -56,12 +56,16 @@ def loop_over_tiles(
     ----------
     body : (state, first tile, last tile + 1, block, formulas, OPTIONS, meta, PARTIAL) → state
     TILE : number of keys in a tile; of queries if the row serves a block of keys
-    EVEN : True if `row.length` is known to be a multiple of TILE
+    EVEN : True if `row.length` is known to be a multiple of TILE, and `row.is_ragged` to be False
     block, formulas, OPTIONS, meta : passed to `body`; OPTIONS is a compile-time constant
     """
     if row.schedule is None:
-        middle = tl.where(row.is_ragged, 0, row.length // TILE)
+        middle = row.length // TILE
+        if not EVEN:
+            middle = tl.where(row.is_ragged, 0, middle)
         first, last = clip_to_window(0, middle, row.window)
+        if EVEN and row.window is None:
+            tl.assume(last > 0)  # ptxas serialises the matrix products of a loop that may have no iteration
         state = body(state, first, last, block, formulas, OPTIONS, meta, False)
         if not EVEN:
             first, last = clip_to_window(middle, tl.cdiv(row.length, TILE), row.window)

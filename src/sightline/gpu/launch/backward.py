@@ -178,7 +178,9 @@ def _key_launches(
     schedule = make_schedule(problem, sizes.rows, sizes.keys, of_keys=True)
     arguments = common | operands.dropout_arguments()
     arguments |= operands.block_arguments(blocks, items, not problem.is_small_on_gpu)
+    is_even = problem.n % sizes.rows == 0 and problem.m % sizes.keys == 0
     arguments |= {"schedule": schedule, "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
+    arguments |= {"OPTIONS": (problem.group > 1, is_even)}
     yield KernelLaunch(backward_keys, items, arguments, sizes, operands.sources)
     if not problem.is_small_on_gpu:
         yield nan_safe_launch(backward_keys, arguments, operands, sizes, "keys")

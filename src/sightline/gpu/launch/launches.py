@@ -86,7 +86,7 @@ class KernelLaunch:
     def _memory_key(self) -> Hashable:
         """Return the cache key of `REDUCED_STAGES`: launches with equal keys need the same shared memory."""
         query = self.arguments["query"].start
-        constants = (self.arguments.get(name) for name in ("meta", "formulas", "SUBBLOCKS"))
+        constants = (self.arguments.get(name) for name in ("meta", "formulas", "OPTIONS", "SUBBLOCKS"))
         return self.kernel, self.configuration, query.dtype, query.device, *constants
 
 
