@@ -1,5 +1,8 @@
 """Tests that need a GPU: equal bits on every run, no host synchronisation, CUDA graphs, streams and compilation."""
 
+import warnings
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -13,6 +16,18 @@ CASES = {
     "window, capped": {"mask": (i >= j) & (i - j < 77), "score": sightline.softcap(20.0)},
     "dropped": {"mask": i >= j, "dropout": 0.2, "seed": 7},
 }
+
+
+@contextmanager
+def without_synchronisation():
+    """Make it an error to wait for the GPU in the block."""
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the mode warns that it does not see every wait
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def arrays(grad=False, n=1500):
@@ -42,12 +57,8 @@ def test_every_run_gives_the_same_bits(name, n):
 def test_a_cached_schedule_needs_no_host_synchronisation(name):
     given, options = arrays(), CASES[name]
     once = sightline.attention(*given, kernel="triton", **options)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         again = sightline.attention(*given, kernel="triton", **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(once, again)
 
 
@@ -67,12 +78,8 @@ def test_a_replayed_cuda_graph_reads_the_current_inputs():
 def test_the_mask_of_a_small_problem_is_not_read():
     given, visible = arrays(n=200), torch.rand(2, 1, 1, 200, device="cuda") < 0.7
     expected = sightline.attention(*given, mask=visible, kernel="triton")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         found = [sightline.attention(*given, mask=visible.clone(), kernel="triton") for _ in range(2)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(one, expected) for one in found)
 
 
@@ -90,6 +97,7 @@ def test_streams_and_devices_give_the_same_bits():
         assert torch.equal(first, other.to(first.device))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler loads
 def test_compiled_and_under_autocast():
     def step(query, key, value):
         return sightline.attention(query, key, value, mask=lambda b, h, i, j: i >= j)

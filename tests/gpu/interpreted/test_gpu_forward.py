@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import sightline
+from on_device import DEVICE
 from sample_problems import arrays
 from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, where, window
 from sightline.call import call_cache
@@ -158,21 +159,22 @@ def test_the_same_bits_every_time(triton_kernel):
 def test_dispatch_through_torch(triton_kernel, monkeypatch, fresh_calls):
     """`attention` runs the kernels through torch's operator and autograd, with statistics and a learned table."""
     dispatch = sys.modules["sightline.api.kernels"]
-    x = [torch.from_numpy(a).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
-    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
+    x = [torch.from_numpy(a).to(DEVICE).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE, requires_grad=True)
+    kernel = getattr(triton_kernel, "kernel", triton_kernel)
     options = {"mask": causal("lower right"), "score": s - table(slopes)[h] * (i - j), "see": [lse(), top_k(2)]}
 
-    def compute():
-        output, (normaliser, top) = sightline.attention(*x, **options)
+    def compute(kernel=None):
+        output, (normaliser, top) = sightline.attention(*x, kernel=kernel, **options)
         return [output, normaliser, top.weights, *torch.autograd.grad(output.sum() + normaliser.sum(), [*x, slopes])]
 
-    expected = compute()
-    kind, called = type(triton_kernel), []
+    expected = compute("streaming")
+    kind, called = type(kernel), []
     run, backward = kind.run, kind.backward
     monkeypatch.setattr(kind, "run", lambda *given, **more: called.append("forward") or run(*given, **more))
     monkeypatch.setattr(kind, "backward", lambda *given, **more: called.append("backward") or backward(*given, **more))
-    others = [kernel for kernel in dispatch.KERNELS if kernel.name != triton_kernel.name]  # names are unique
-    monkeypatch.setattr(dispatch, "KERNELS", (triton_kernel, *others))
+    others = [other for other in dispatch.KERNELS if other.name != kernel.name]  # names are unique
+    monkeypatch.setattr(dispatch, "KERNELS", (kernel, *others))
     call_cache.clear()  # the calls of other kernels
     for found, sound in zip(compute(), expected, strict=True):
         torch.testing.assert_close(found, sound)

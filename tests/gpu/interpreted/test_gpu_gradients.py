@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from triton.runtime.errors import OutOfResources
 
 import sightline
+import sightline.gpu.launch.backward
 from fault_planting import Fault
 from gradient_checks import NAMES, check
+from on_device import DEVICE
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.api.kernels import solve
@@ -121,9 +123,9 @@ def _add(slots, shares, COUNT: tl.constexpr):
 
 def slotted(shares):
     """Return the sums of two entries: the summands go to one entry and the other alternately."""
-    slots = torch.zeros((2, table_gradient.SLOTS.value), dtype=torch.int64)
-    _add[(1,)](slots, shares, COUNT=len(shares))
-    return sightline.gpu.launch.backward._sum_slots(slots)
+    slots = torch.zeros((2, table_gradient.SLOTS.value), dtype=torch.int64, device=DEVICE)
+    _add[(1,)](slots, shares.to(DEVICE), COUNT=len(shares))
+    return sightline.gpu.launch.backward._sum_slots(slots).cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
