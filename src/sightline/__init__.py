@@ -106,13 +106,7 @@ MODULES_OF_MODELS = {
 b, h, i, j, s, p, n, m = (SYMBOLS[name] for name in "bhijspnm")
 
 
-def _formula_picture(*arguments: Any, **options: Any) -> Any:
-    from .view.formula_pictures import formula_picture
-
-    return formula_picture(*arguments, **options)
-
-
-PASSES.picture = _formula_picture
+PASSES.picture = lambda *a, **k: import_module(f"{__name__}.view.formula_pictures").formula_picture(*a, **k)
 Seen.load_explorer = lambda: import_module(f"{__name__}.view.explorer")
 
 

@@ -253,9 +253,7 @@ def change_sources(monkeypatch):
 
 
 def change_llvm(monkeypatch):
-    import llvmlite
-
-    monkeypatch.setattr(llvmlite, "__version__", "0.0")
+    monkeypatch.setattr("llvmlite.__version__", "0.0")
 
 
 @pytest.mark.parametrize("change", [change_machine, change_sources, change_llvm])

@@ -105,9 +105,8 @@ def test_compiled_and_under_autocast():
     given = arrays()
     once = step(*given)
     assert torch.equal(torch.compile(step, fullgraph=True)(*given), once)
-    wide = [x.float() for x in given]
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert torch.equal(step(*wide), once)
+        assert torch.equal(step(*(x.float() for x in given)), once)
 
 
 def test_the_chosen_kernels():

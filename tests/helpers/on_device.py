@@ -33,19 +33,12 @@ class OnDevice:
         return None if found is None else moved(replace(found, recorded_call=None), problem.query.device)
 
     def move_problem(self, problem):
-        """Return the problem with its arrays, and the tables of its formulas and statistics, on the device.
-
-        Formulas that share a table still do.
-        """
-        lookup = table_lookup(lambda table: table.with_array(moved(table.array, self.device)))
-        names = ("query", "key", "value", "sinks")
-        given = {name: moved(getattr(problem, name), self.device) for name in names}
-        formulas = {name: getattr(problem, name) for name in ("mask", "score")}
-        given |= {
-            name: None if formula is None else formula.rewrite(lookup=lookup) for name, formula in formulas.items()
-        }
-        see = tuple(statistic.map_formulas(lambda formula: formula.rewrite(lookup=lookup)) for statistic in problem.see)
-        return replace(problem, **given, see=see)
+        """Return the problem with its arrays and the tables of its formulas, also of statistics, on the device."""
+        lookup = table_lookup(
+            lambda table: table.with_array(moved(table.array, self.device))
+        )  # shared tables stay shared
+        given = {name: moved(getattr(problem, name), self.device) for name in ("query", "key", "value", "sinks")}
+        return replace(problem, **given).map_formulas(lambda formula: formula.rewrite(lookup=lookup))
 
 
 def skip_unsupported(dtype):

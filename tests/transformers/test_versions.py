@@ -119,16 +119,13 @@ def test_continuous_batches_give_the_tokens_of_each_prompt_alone(name, monkeypat
     assert [of_prompt[tuple(prompt)] for prompt in prompts] == expected
 
 
-def make_tokenizer():
-    words = Tokenizer(WordLevel({f"w{k}": k for k in range(VOCABULARY)}, "w0"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words)
-
-
 @pytest.mark.parametrize("name", ["Llama", "BART"])
 def test_a_watch_labels_every_step_of_generation(name):
     model = make_model(name)
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    with sightline.watch(model, sightline.received(), tokenizer=make_tokenizer()) as seen:
+    words = WordLevel({f"w{k}": k for k in range(VOCABULARY)}, "w0")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+    with sightline.watch(model, sightline.received(), tokenizer=tokenizer) as seen:
         found = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 3})
     decoded = [f"w{k}" for k in found[0].tolist()][:-1]
     queries, keys = seen.labels(seen.of(kind="self")[-1])

@@ -294,7 +294,7 @@ def _with_unknown_entries(problem: Problem) -> Problem | None:
     problem, it takes less time to compute every tile. The result is also None if only the entries can show that the
     formulas are valid.
     """
-    if not (problem.is_small_on_gpu and _waits_for_entries(problem)):
+    if not problem.is_small_on_gpu or problem.device.startswith(UNVERSIONED_DEVICES):  # entries are read without a wait
         return None
     lookup = table_lookup(Table.with_unknown_entries)
     formulas: list[Expression] = []
@@ -306,10 +306,6 @@ def _with_unknown_entries(problem: Problem) -> Problem | None:
     found = problem.map_formulas(forget_entries)
     are_valid = [is_valid_for_all_entries(formula, problem.extent) for formula in formulas if formula.tables]
     return found if are_valid and all(are_valid) else None
-
-
-def _waits_for_entries(problem: Problem) -> bool:
-    return not problem.device.startswith(UNVERSIONED_DEVICES)
 
 
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
-from ..errors import ParameterError
 from ..statistics import Statistic, unwrap_mean
 from ..statistics.dispatch import computed_statistic, is_fused
 from .configurations import can_serve
@@ -51,7 +50,6 @@ class Triton(Kernel):
         return "a second pass over the tiles" if is_served else super().describe_statistic(problem, statistic)
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        self._check_interpreter()
         from .launch.forward import run
 
         return run(problem, self.architecture)
@@ -62,22 +60,6 @@ class Triton(Kernel):
     def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients | None:
         if next(self.refuses_backward(problem, given.wanted_tables), None) is not None:
             return None
-        self._check_interpreter()
         from .launch.backward import backward
 
         return backward(problem, *given[:4], given.statistics, self.architecture)
-
-    def _check_interpreter(self) -> None:
-        """Raise ParameterError for the architecture "interpreter" if triton was imported without TRITON_INTERPRET=1."""
-        if self.architecture != "interpreter":
-            return
-        from triton.runtime.interpreter import InterpretedFunction
-
-        from .kernels.forward import forward
-
-        if not isinstance(forward, InterpretedFunction):
-            raise ParameterError(
-                "Triton('interpreter') in a process whose triton compiles kernels",
-                "a process in which TRITON_INTERPRET=1 was set before triton was imported",
-                "set TRITON_INTERPRET=1 before triton is imported",
-            )

@@ -38,18 +38,14 @@ class JaxOperations(Kernel):
 
 def explain(query: Any, problem: Problem, kernel: str | None, source: bool) -> Explanation:
     """Return how a call is computed on the device of `query`; `problem` is the call with NumPy arrays of its shapes."""
-    platform: str = jax.default_backend() if isinstance(query, jax.core.Tracer) else _platform(query)
+    is_traced = isinstance(query, jax.core.Tracer)
+    platform: str = jax.default_backend() if is_traced else next(iter(query.devices())).platform
     if platform == "cpu":
         return Explanation.of(problem, choose(KERNELS, problem, kernel), source)
     cure = 'put them on the CPU: jax.device_put(array, jax.devices("cpu")[0])'
     refusal = Refusal(f"the arrays are on the platform {platform!r}", cure)
     refusals: dict[str, tuple[Refusal, ...]] = {JaxOperations.name: (), "cpu": (refusal,)}
     return Explanation.of(problem, Plan(JaxOperations(), refusals, False), source, platform)
-
-
-def _platform(array: Any) -> Any:
-    """Return the name of the platform on which the array lies, such as "cpu" or "gpu"."""
-    return next(iter(array.devices())).platform
 
 
 def run(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, tuple[Any, ...]]:

@@ -114,11 +114,8 @@ def slot_of(builder: Builder, text: Value, length: Value) -> Value:
         hashed.set((hashed.get() ^ text.at(index * 8).load(INT64)) * PRIME)
     found = hashed.get()
     index = (found ^ (found >> 32)) & (NUM_SLOTS - 1)
-    return _slots(builder).at(index * 8)
-
-
-def _slots(builder: Builder) -> Value:
-    return builder.global_variable(SLOTS, f"internal global [{NUM_SLOTS} x i64] zeroinitializer, align 64")
+    slots = builder.global_variable(SLOTS, f"internal global [{NUM_SLOTS} x i64] zeroinitializer, align 64")
+    return slots.at(index * 8)
 
 
 def build_install(module: Any, name: str) -> None:

@@ -27,6 +27,10 @@ Tokens = Sequence[str] | Sequence[Sequence[str]]
 PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail
 ESTIMATED_SHARE = 0.96  # share of the limit for rounded weights, whose size is an estimate; the rest covers its error
 TOP_ENTRIES = 8  # default number of weights stored per query and per key if a page cannot hold all weights
+ROUNDED = (
+    "Exact weights would take more than the {:.3g} MB of this page. The square root of each weight is rounded to a "
+    "multiple of 1/{}; ± is the largest error of the weight. 0, entropy and received are exact."
+)
 MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map; a browser draws more cells slowly
 
 
@@ -226,7 +230,7 @@ def make_exploration(
     if not whole:
         levels = choose_levels(all_weights, ESTIMATED_SHARE * left)
         whole = levels is not None
-        notes = [_levels_note(limit, levels) if levels else "The map shows means of weights."]
+        notes = [ROUNDED.format(limit / 1e6, levels) if levels else "The map shows means of weights."]
     cells = max(limit / 2 / BASE64_RATIO, 1) / sum(map(len, all_weights))  # of each head, in half of the page
     side = int(np.clip(np.sqrt(cells), *MAP_SIDES)) // 4 * 4  # divisible by 4, because `fit` may halve maps twice
     made = [[make_layer(layer, 0 if whole else int(top), side, levels) for layer in text] for text in texts]
@@ -322,10 +326,3 @@ def top_links(p: Array, k: int) -> tuple[Array, Array]:
         weights[at] = np.take_along_axis(rows, best, 1)
         where[at] = np.where(weights[at] > 0, best, -1)
     return weights, where
-
-
-def _levels_note(limit: int, levels: int) -> str:
-    return (
-        f"Exact weights would take more than the {limit / 1e6:.3g} MB of this page. The square root of each weight is "
-        f"rounded to a multiple of 1/{levels}; ± is the largest error of the weight. 0, entropy and received are exact."
-    )
