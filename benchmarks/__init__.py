@@ -4,5 +4,4 @@
 topic has a file with its problems and contenders: `attention`, `short_calls`, `models`, `first_calls` and, for a GPU,
 `cuda_problems`. `cpu_problems` lists the problems of a CPU. `measure` checks the result of each contender against the
 float64 definition (`check`) and then times the contenders in turn. `report` prints and stores the measurements.
-`cost_model` predicts the times of several processes. docs/bench.md explains how to read the results.
 """

@@ -162,14 +162,6 @@ def test_long_attention_is_measured(example, tokens, monkeypatch):
         assert growth < (found[-1].inputs + found[-1].results - found[0].inputs - found[0].results) / 8
 
 
-@pytest.mark.example("draw_scaling")
-def test_the_picture_of_scaling_is_drawn(example, tmp_path):
-    page = (FOLDER.parent / "docs" / "distributed.md").read_text()
-    drawn = example.main(tmp_path, ranks=(1, 2), per_rank=512, whole=1024)
-    assert {path.name for path in drawn} == {path.name for path in example.FOLDER.iterdir()}
-    assert all(f"(distributed/{path.name})" in page and is_picture(path) for path in drawn)
-
-
 @pytest.mark.example("scale_scores")
 def test_division_keeps_weights_from_saturating(example, tmp_path):
     effects = example.main(tmp_path / "scaling.png")
