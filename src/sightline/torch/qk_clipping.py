@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from functools import reduce
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +14,7 @@ from torch import Tensor, nn
 from ..arrays.operations import to_numpy
 from ..errors import ParameterError
 from ..recording import Seen
-from ..statistics import scores as scores_of
 from .layer_calls import check_module
-from .watching.attention_finder import FINDER
-from .watching.call_recorder import Watcher
 from .watching.running_modules import module_paths
 
 SEPARATE = (  # the query projection and the key projection
@@ -32,7 +26,6 @@ SEPARATE = (  # the query projection and the key projection
     ("wq", "wk"),
     ("w_q", "w_k"),
 )
-FUSED = ("qkv", "qkv_proj", "to_qkv", "Wqkv", "c_attn")  # one projection to queries, keys and values
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 BIASED = ("attn_logit_softcapping", "has_relative_attention_bias", "relative_position_bias_table")
 BOUNDED = ("logit_scale", "clip_qkv")  # of a layer that normalises queries and keys, or clips them, without a module
@@ -40,8 +33,6 @@ NORM = re.compile(r"(?=.*(norm|ln))(^|.*_)(q|k|qk|query|key)(_|$)")  # a norm be
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Projections = tuple[str, str] | Callable[[nn.Module], tuple[Sequence[Tensor], Sequence[Tensor]]]
-FACTOR = 0.25  # of all scores in the second trial; its powers 1/2 and 1 are exact
-_owners: WeakKeyDictionary[nn.Module, tuple[Tensor, float]] = WeakKeyDictionary()  # by projection
 
 
 def qk_clip(
@@ -76,9 +67,9 @@ def qk_clip(
     limit : float
         The largest score that is allowed, above 0 and in nats like the scores. Kimi K2 was trained with 100.
     projections : (str, str) or function, optional
-        For layers whose projections have unknown names. A pair names the `torch.nn.Linear` for queries and the one for
-        keys in each layer, such as ("attn.wq", "attn.wk"). A function gets a layer and returns (list of views for
-        queries, list of views for keys). The first axis of a view of a parameter is the head.
+        For layers whose projections have unknown names, and for one projection to queries, keys and values. A pair
+        names the `torch.nn.Linear` for queries and the one for keys, such as ("attn.wq", "attn.wk"). A function gets a
+        layer and returns (list of views for queries, list of views for keys). The first axis of a view is the head.
 
     Returns
     -------
@@ -88,10 +79,9 @@ def qk_clip(
     ------
     ParameterError
         `limit` is not a finite number above 0. A largest score is NaN or ∞. The recording has no `max_score()`. A layer
-        is not in the model, or its projections are not found. A layer with one projection to queries, keys and values
-        cannot be called with tokens alone. Scaled projections do not scale the scores of a layer: it has a soft cap,
-        position biases, or norms or clipping of queries and keys. A projection has an adapter, or its parameters are
-        quantised or DTensors. If an error is raised, no parameter has changed.
+        is not in the model, or its projections are not found. Scaled projections do not scale the scores of a layer: it
+        has a soft cap, position biases, or norms or clipping of queries and keys. A projection has an adapter, or its
+        parameters are quantised or DTensors. If an error is raised, no parameter has changed.
 
     References
     ----------
@@ -119,7 +109,6 @@ def qk_clip(
     by_path = {path: module for module, path in module_paths(model).items()}
     changes: list[tuple[list[ScaledView], dict[int, float], int]] = []
     found: dict[str, dict[int, float]] = {}
-    lengths = {call.layer: call.n for call in max_scores} if isinstance(max_scores, Seen) else {}
     for path, scores in _read(max_scores).items():
         factors = {head: limit / score for head, score in scores.items() if _check(path, head, score) > limit}
         if not factors:
@@ -136,7 +125,7 @@ def qk_clip(
                 f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "pass those of this model"
             )
         found[path] = factors
-        parts = _find_parts(path, by_path[path], heads, projections, lengths.get(path, 4))
+        parts = _find_parts(path, by_path[path], heads, projections)
         changes.append((parts, factors, heads))
     with torch.no_grad():
         for parts, factors, heads in changes:
@@ -187,24 +176,19 @@ def _read(max_scores: Any) -> dict[str, dict[int, float]]:
 
 
 class ScaledView(NamedTuple):
-    """A part of a parameter: a view (heads, …). Each head of the view is multiplied by this power of its factor.
-
-    If `owners` is given, the view is (rows, …). Each row belongs to the head of this number, or to none if it is −1.
-    """
+    """A part of a parameter: a view (heads, …). Each head of the view is multiplied by this power of its factor."""
 
     view: Tensor
     power: float
-    owners: Tensor | None = None
 
     def scale(self, factors: Sequence[float]) -> None:
         """Multiply each head by the power of its factor, with one rounding to the parameter's dtype."""
         dtype = torch.promote_types(self.view.dtype, torch.float32)
-        column = torch.tensor([factor**self.power for factor in (*factors, 1.0)], dtype=dtype, device=self.view.device)
-        column = column[:-1] if self.owners is None else column[self.owners.to(column.device)]
+        column = torch.tensor([factor**self.power for factor in factors], dtype=dtype, device=self.view.device)
         self.view.copy_(self.view.to(dtype) * column.view(-1, *[1] * (self.view.ndim - 1)))
 
 
-def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | None, length: int) -> list[ScaledView]:
+def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | None) -> list[ScaledView]:
     """Return the parts to multiply by powers of a factor γ of each query head, so that its scores are multiplied by γ.
 
     Rotary keys of multi-head latent attention, which all heads share, are not scaled.
@@ -214,7 +198,6 @@ def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | No
     path, layer : the path of the layer, for errors, and the layer
     heads : the number of query heads
     named : the names of the two projections, or a function from the layer to (views for queries, views for keys)
-    length : the number of tokens that the layer can take
 
     Raises
     ------
@@ -244,7 +227,7 @@ def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | No
             "projections whose results are the queries and keys",
             "leave the layer out of max_scores, since its scores are bounded already",
         )
-    return _find(path, layer, heads, named, length)
+    return _find(path, layer, heads, named)
 
 
 def _count_heads(layer: nn.Module) -> int | None:
@@ -275,7 +258,7 @@ def _with_powers(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Scal
     return [ScaledView(view, 0.5) for view in (*queries, *keys)]
 
 
-def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None, length: int) -> list[ScaledView]:
+def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None) -> list[ScaledView]:
     """Return the views of the query and key projections."""
     for names in SEPARATE if named is None else (named,):
         found = [
@@ -290,15 +273,7 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
     if named is None and isinstance(layer, nn.MultiheadAttention):
         _check_parameters(path, layer.parameters())
         return _with_powers(*_multi_head(layer))
-    reason, cause = f"it has {', '.join(name for name, _ in layer.named_children()) or 'no modules'}", None
-    for name in FUSED if named is None else ():
-        if isinstance(getattr(layer, name, None), nn.Module):
-            views = _rows(f"{path}.{name}", getattr(layer, name))
-            try:
-                owners, power = _find_owners(layer, name, len(views[0]), heads, length)
-                return [ScaledView(view, power, owners) for view in views]
-            except Exception as error:  # of the layer's own code too
-                reason, cause = f"a trial of {name} with {length} tokens failed: {error}", error
+    reason = f"it has {', '.join(name for name, _ in layer.named_children()) or 'no modules'}"
     if named is not None:
         raise ParameterError(
             f"projections={named!r} of {path}, a {type(layer).__name__} without these ({reason})",
@@ -307,9 +282,9 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
         )
     raise ParameterError(
         f"{path}, a {type(layer).__name__} whose query and key projections are not known ({reason})",
-        f"projections named {', '.join('/'.join(names) for names in SEPARATE)}, or fused as {', '.join(FUSED)}",
+        f"projections named {', '.join('/'.join(names) for names in SEPARATE)}",
         "projections=(name of the query projection, name of the key projection), or a function that returns views",
-    ) from cause
+    )
 
 
 def _rows(path: str, projection: nn.Module) -> list[Tensor]:
@@ -365,58 +340,3 @@ def _latent(path: str, layer: Any, heads: int) -> list[ScaledView]:
         parts += [ScaledView(query[:, :content], 0.5), ScaledView(query[:, content:], 1.0)]
     parts += [ScaledView(_split(rows, heads)[:, :content], 0.5) for rows in _rows(f"{path}.kv_b_proj", layer.kv_b_proj)]
     return parts
-
-
-# -- projections to queries, keys and values together ------------------------------------------------------------------
-
-
-@torch.enable_grad()
-def _find_owners(layer: nn.Module, name: str, rows: int, heads: int, length: int) -> tuple[Tensor, float]:
-    """Return the head of each row to scale, −1 for the other rows, and the power of a head's factor for its rows.
-
-    A copy of the layer computes its scores for `length` random tokens. A row has a head if the row changes the scores
-    of this head alone. Rows of keys that several heads share are not scaled. A second trial scales the rows. ValueError
-    is raised if this does not scale the scores, and any error that the layer raises if it is called with tokens alone.
-    """
-    projection = getattr(layer, name)
-    if projection not in _owners:
-        twin = deepcopy(layer).float()
-        twin.eval()  # some layers return None
-        scale = torch.ones(rows, device=next(twin.parameters()).device, requires_grad=True)
-        first = _compute_scores(twin, name, scale, length)
-        by_head = [torch.autograd.grad(first[:, head].sum(), scale, retain_graph=True)[0] for head in range(heads)]
-        reached = torch.stack(by_head) != 0
-        counts, first = reached.sum(0), first.detach()
-        owners = torch.where(counts == 1, reached.int().argmax(0), -1)
-        power = 1.0 if (counts > 1).any() else 0.5
-        second = _compute_scores(twin, name, torch.where(owners < 0, 1.0, FACTOR**power), length)
-        if not torch.allclose(second, first * FACTOR, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
-            raise ValueError("the layer's scores are not only products of its queries and keys")
-        _owners[projection] = owners, power
-    return _owners[projection]
-
-
-def _compute_scores(layer: nn.Module, name: str, scale: Tensor, length: int) -> Tensor:
-    """Return the scores (1, heads, n, n) of random tokens, 0 where hidden, with the projection's results scaled."""
-    for module in layer.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-    projection: Any = getattr(layer, name)
-    projection.register_forward_hook(lambda module, inputs, output: output * scale)
-    rng, width = torch.Generator("cpu").manual_seed(0), projection.weight.numel() // len(scale)
-    tokens = torch.randn(1, length, width, generator=rng, device="cpu")
-    pairs = getattr(layer, "rotary_dim", None)  # of CodeGen, where the two components of a pair share an angle
-    angle = torch.zeros(1, length, pairs // 2 if pairs else getattr(layer, "head_dim", 0), device=scale.device)
-    known = {
-        "position_ids": torch.arange(length, device=scale.device)[None],
-        "position_embeddings": (angle.cos(), angle.sin()),
-        "attention_mask": None,
-    }
-    options = {key: known[key] for key in inspect.signature(layer.forward).parameters if key in known}
-    watcher = Watcher(layer, [scores_of()], handwritten=True)
-    with FINDER.serving(watcher):
-        layer(tokens.to(scale.device), **options)
-    if len(watcher.seen.calls) != 1:
-        raise ValueError(f"{len(watcher.seen.calls)} calls of attention in one run of the layer")
-    found: Tensor = watcher.seen.calls[0]["scores"]
-    return found.masked_fill(~found.isfinite(), 0.0)
