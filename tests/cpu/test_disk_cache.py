@@ -269,22 +269,22 @@ def test_what_decides_the_code_decides_the_file(change, folder, monkeypatch):
 
 
 def test_a_change_of_any_source_changes_the_hash(tmp_path, monkeypatch):
-    """The hash covers cpu/, formula/ and reference/dropout.py, whose constants are in the kernels."""
+    """The hash covers cpu/, formula/ and the modules whose constants are in the kernels."""
     package = Path(disk_cache.__file__).parents[2]
     for folder in ("cpu", "formula"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "reference").mkdir()
-    shutil.copy(package / "reference" / "dropout.py", tmp_path / "reference")
+    for place in ("reference/dropout.py", "arrays/layouts.py", "arrays/row_formats.py", "call/gradient_parts.py"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        shutil.copy(package / place, tmp_path / place)
     monkeypatch.setattr(disk_cache, "__file__", str(tmp_path / "cpu" / "runtime" / "disk_cache.py"))
     monkeypatch.setattr(disk_cache, "IMPORT_TIME", math.inf)
     folders = {path.parent for path in tmp_path.rglob("*.py")}
     assert {"codegen", "kernels", "launch", "runtime", "formula"} <= {folder.name for folder in folders}
     before = disk_cache.source_hash.__wrapped__()
-    for folder in sorted(folders):
-        min(folder.glob("*.py")).write_text("# changed")
-        after = disk_cache.source_hash.__wrapped__()
+    for file in [*(min(folder.glob("*.py")) for folder in sorted(folders)), tmp_path / "arrays" / "row_formats.py"]:
+        file.write_text(f"# changed {before}")
+        before, after = disk_cache.source_hash.__wrapped__(), before
         assert after != before
-        before = after
 
 
 def test_sources_newer_than_the_process_keep_nothing(folder, monkeypatch):

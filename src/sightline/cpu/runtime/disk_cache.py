@@ -150,7 +150,8 @@ def source_hash() -> str:
         A source file changed after this module was imported.
     """
     package = Path(__file__).parents[2]
-    files = find_sources(package, "cpu", "formula", "reference/dropout.py")
+    constants = "arrays/layouts.py", "arrays/row_formats.py", "call/gradient_parts.py", "reference/dropout.py"
+    files = find_sources(package, "cpu", "formula", *constants)  # the constants of these modules are in the kernels
     for file in files:
         if file.stat().st_mtime > IMPORT_TIME:
             raise UntrustedError(f"{file} changed after it was imported; start Python again")
