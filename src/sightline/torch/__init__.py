@@ -16,6 +16,7 @@ except ImportError as error:
     raise MissingExtraError("sightline.torch without torch", "torch 2.6 or later", "pip install torch") from error
 
 from . import registry as registry  # adds this library to torch's registry
+from .flash_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, varlen_attn
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 from .qk_clipping import qk_clip
@@ -26,9 +27,13 @@ __all__ = [
     "Replacement",
     "ScaledDotProductAttention",
     "SelfAttention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "qk_clip",
     "replacing",
     "scaled_dot_product_attention",
+    "varlen_attn",
 ]
 
 

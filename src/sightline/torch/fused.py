@@ -1,8 +1,8 @@
 """torch's fused attention kernels on CUDA, and the rules for choosing them over the Triton kernels.
 
 The kernel `Fused` serves problems without formulas. `RULES` says on which GPUs torch's kernels are preferred to the
-Triton kernels. No GPU was available when the rules were written. So each rule has a reason, such as a published figure,
-and not a measurement. `python -m benchmarks --device cuda` times torch's kernels and the Triton kernels.
+Triton kernels, each with its reason: a measurement or a published figure. `python -m benchmarks --device cuda` times
+torch's kernels and the Triton kernels.
 """
 
 from __future__ import annotations

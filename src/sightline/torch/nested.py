@@ -49,7 +49,7 @@ def pack(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, Any, 
         A statistic is neither lse, entropy, mass nor a sum over j.
     """
     check_nested({"query": query, "key": key, "value": value})
-    of_query, of_key = _Packing.of(query), _Packing.of(key)
+    of_query, of_key = (Packing.of(x.offsets(), x.lengths(), x.values().shape[x.ndim - 3]) for x in (query, key))
     symbols = {
         "b": of_query.read(of_query.sequence.clamp(min=0), "i"),
         "i": SYMBOLS["i"] - of_query.read(of_query.start, "i"),
@@ -64,8 +64,7 @@ def pack(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, Any, 
         raise _dense_array_error()
     mask, score = read_mask(mask), read_score(score)
     see = [_check_statistic(x).map_formulas(lambda one: _rewrite(one, symbols)) for x in read_statistics(options.see)]
-    of_keys = torch.where(of_key.sequence < 0, -2, of_key.sequence)  # a query of no sequence has −1, and sees none
-    own = apply("equal", of_query.read(of_query.sequence, "i"), of_key.read(of_keys, "j"))
+    own = of_query.same_sequence(of_key)
     mask = own if mask is None else own & _rewrite(mask, symbols)
     options = options.with_formulas(mask, None if score is None else _rewrite(score, symbols), see)
     packed = [x.values()[None] if query.ndim == 4 else x.values() for x in (query, key, value)]
@@ -83,8 +82,8 @@ def unpack(query: Any, output: Tensor, seen: tuple[Tensor, ...]) -> tuple[Tensor
 
 
 @dataclass(frozen=True)
-class _Packing:
-    """The sequences of a nested tensor on the packed axis.
+class Packing:
+    """The sequences of a batch on a packed axis.
 
     Parameters
     ----------
@@ -97,11 +96,10 @@ class _Packing:
     length: Tensor
 
     @classmethod
-    def of(cls, nested: Any) -> _Packing:
-        offsets, lengths, ragged = nested.offsets(), nested.lengths(), nested.ndim - 3
-        total = nested.values().shape[ragged]
-        first = offsets[:-1]
-        spans = torch.diff(offsets)
+    def of(cls, offsets: Tensor, lengths: Tensor | None, total: int) -> Packing:
+        """Return the packing of sequences that begin at offsets[:-1], without gaps if `lengths` is None."""
+        offsets = offsets.to(torch.int64)
+        first, spans = offsets[:-1], offsets.diff()
         lengths = spans if lengths is None else lengths
         # a position of no sequence gets the start and length of the nearest sequence before it, or of the first one
         positions = torch.arange(total, device=offsets.device)
@@ -109,6 +107,11 @@ class _Packing:
         start, length = first[nearest], lengths[nearest]
         inside = (positions >= start) & (positions < start + length)
         return cls(torch.where(inside, nearest, -1), start, length)
+
+    def same_sequence(self, of_key: Packing) -> Expression:
+        """Return the mask of the pairs of one sequence. A query of no sequence sees no key."""
+        keys = torch.where(of_key.sequence < 0, -2, of_key.sequence)
+        return apply("equal", self.read(self.sequence, "i"), of_key.read(keys, "j"))
 
     def read(self, entries: Tensor, symbol: str) -> Expression:
         return Table(entries, axes=(symbol,))[SYMBOLS[symbol]]

@@ -1,0 +1,178 @@
+"""The functions of FlashAttention and torch's `varlen_attn` beside a dense definition of each sequence in float64."""
+
+import math
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fault_planting import Fault, assert_found
+from sightline.errors import ParameterError, ShapeError
+from sightline.torch import flash_attention, nested
+from sightline.torch.flash_attention import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    varlen_attn,
+)
+
+
+def define(query, key, value, causal, window, softcap, slopes, scale, first=0):
+    """Return (output, lse) of one sequence (n, H, d) on keys (m, G, d), in float64."""
+    (n, H, d), m = query.shape, len(key)
+    query, key, value = (x.double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(H // x.shape[1], 1) for x in (key, value))
+    s = torch.einsum("ihd,jhd->hij", query, key) * (d**-0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    distance = torch.arange(n)[:, None] + m - n - torch.arange(m)
+    s = s if slopes is None else s - slopes.double()[:, None, None] * distance.abs()
+    left, right = (window[0], 0) if causal else window
+    hidden = (left >= 0) & (distance > left) | (right >= 0) & (-distance > right) | (torch.arange(m) < first)
+    s = s.masked_fill(hidden, -math.inf)
+    return torch.einsum("hij,jhd->ihd", torch.softmax(s, -1).nan_to_num(0.0), value), torch.logsumexp(s, -1)
+
+
+normal = partial(torch.randn, dtype=torch.float64)
+
+
+class Drawn:
+    """Arguments of a call."""
+
+    def __init__(self, seed, kind):
+        self.rng = rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.B, self.H, self.kind, self.d = rng.choice([1, 2, 3]), rng.choice([2, 4, 6]), kind, rng.choice([8, 16, 32])
+        self.G = rng.choice([g for g in (1, 2, 3) if self.H % g == 0])
+        self.causal, self.window = rng.random() < 0.5, (rng.choice([-1, 0, 3, 17]), rng.choice([-1, 0, 2, 9]))
+        self.softcap, self.scale, self.slopes = rng.choice([0.0, 5.0]), rng.choice([None, 0.3]), None
+        if rng.random() < 0.4:
+            self.slopes = torch.rand(self.H) if rng.random() < 0.5 else torch.rand(self.B, self.H)
+        if kind == "torch's":
+            self.causal, self.softcap, self.slopes = False, 0.0, None
+
+    def define(self, sequences, first=None):
+        """Return lists of outputs and lse of (query, key, value) of each sequence."""
+        found = []
+        for b, arrays in enumerate(sequences):
+            slopes = self.slopes if self.slopes is None or self.slopes.ndim == 1 else self.slopes[b]
+            formulas = self.causal, self.window, self.softcap, slopes, self.scale
+            found.append(define(*arrays, *formulas, 0 if first is None else first[b]))
+        return list(zip(*found, strict=True))
+
+    @property
+    def options(self):
+        if self.kind == "torch's":
+            return {"window_size": self.window, "scale": self.scale}
+        given = {"causal": self.causal, "softcap": self.softcap, "alibi_slopes": self.slopes}
+        return given | {"window_size": self.window, "softmax_scale": self.scale}
+
+
+def check(found, expected, inputs=()):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
+    if inputs:
+        d_output = torch.randn_like(found[0])
+        pairs = [torch.autograd.grad((x[0] * d_output).sum(), inputs) for x in (found, expected)]
+        torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-9)
+
+
+def check_arrays(seed):
+    case = Drawn(seed, "arrays")
+    shapes = (case.rng.randint(1, 40), case.H), *[(case.rng.randint(1, 50), case.G)] * 2
+    arrays = [normal(case.B, *shape, case.d, requires_grad=True) for shape in shapes]
+    *found, _ = flash_attn_func(*arrays, return_attn_probs=True, **case.options)
+    outputs, norms = case.define(zip(*arrays, strict=True))
+    check(found, (torch.stack(outputs), torch.stack(norms)), arrays)
+
+
+def check_packed(seed, kind="packed"):
+    case = Drawn(seed, kind)
+    lengths = [[case.rng.choice([0, 1, case.rng.randint(2, 40)]) for _ in range(case.B)] for _ in range(2)]
+    lengths = [lengths[0]] * 2 if case.rng.random() < 0.4 else lengths
+    starts = [torch.tensor([0, *each]).cumsum(0).to(torch.int32) for each in lengths]
+    starts = [starts[0]] * 2 if lengths[0] is lengths[1] else starts
+    totals = (sum(lengths[0]), case.H), (sum(lengths[1]), case.G), (sum(lengths[1]), case.G)
+    arrays, used = [normal(*shape, case.d, requires_grad=True) for shape in totals], None
+    if kind == "torch's":
+        used = [case.rng.randint(0, length) for length in lengths[1]] if case.rng.random() < 0.5 else None
+        options = {"enable_gqa": True, "return_aux": SimpleNamespace(lse=True), **case.options}
+        found = varlen_attn(*arrays, *starts, 1, 1, seqused_k=None if used is None else torch.tensor(used), **options)
+    else:
+        *found, _ = flash_attn_varlen_func(*arrays, *starts, 1, 1, return_attn_probs=True, **case.options)
+    parts = [x.split(lengths[k > 0]) for k, x in enumerate(arrays)]
+    used = lengths[1] if used is None else used
+    outputs, norms = case.define((q, k[:u], v[:u]) for q, k, v, u in zip(*parts, used, strict=True))
+    check(found, (torch.cat(outputs), torch.cat(norms, 1)), arrays)
+
+
+def check_cache(seed):
+    case = Drawn(seed, "cache")
+    n, size, pages = case.rng.choice([1, 1, 3]), 4, case.rng.randint(3, 6)
+    new, capacity = case.rng.choice([0, n]), size * pages
+    lengths = [case.rng.randint(n - new, capacity - new) for _ in range(case.B)]
+    whole = [normal(case.B, capacity, case.G, case.d) for _ in range(2)]
+    query, added = normal(case.B, n, case.H, case.d), [normal(case.B, new, case.G, case.d) for _ in range(2)]
+    first = [case.rng.randint(0, length + new - n) for length in lengths] if case.rng.random() < 0.3 else None
+    options = case.options | ({} if first is None else {"cache_leftpad": torch.tensor(first)})
+    place, kind = torch.arange(case.B), case.rng.choice(["paged", "chosen", "plain"])
+    caches = [x.clone() for x in whole]
+    if kind == "paged":
+        table = torch.randperm(case.B * pages).reshape(case.B, pages)
+        for cache, x in zip(caches, whole, strict=True):
+            cache.reshape(-1, size, case.G, case.d)[table.flatten()] = x.reshape(-1, size, case.G, case.d)
+        caches, options = [x.reshape(-1, size, case.G, case.d) for x in caches], options | {"block_table": table.int()}
+    elif kind == "chosen":
+        place = torch.randperm(case.B)
+        caches, options = [x[place.argsort()] for x in whole], options | {"cache_batch_idx": place.int()}
+    new_rows = added if new else (None, None)
+    options |= {"cache_seqlens": torch.tensor(lengths).int(), "return_softmax_lse": True}
+    found = flash_attn_with_kvcache(query, *caches, *new_rows, **options)
+    rows = [[torch.cat([x[b, : lengths[b]], y[b]]) for x, y in zip(whole, added, strict=True)] for b in range(case.B)]
+    outputs, norms = case.define(((query[b], *pair) for b, pair in enumerate(rows)), first)
+    check(found, (torch.stack(outputs), torch.stack(norms)))
+
+
+CHECKS = {"arrays": check_arrays, "packed": check_packed, "cache": check_cache}
+CHECKS["torch's"] = lambda seed: check_packed(seed, "torch's")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_drawn_arguments_give_the_definition(name):
+    for seed in range(25):
+        CHECKS[name](seed)
+
+
+PACKED, OF = flash_attention._attend_packed, nested.Packing.of.__func__
+FAULTS = {
+    "positions from the first key": (check_arrays, Fault(flash_attn_func, "i + (m - n)", "i + 0")),
+    "a window too wide": (check_arrays, Fault(flash_attention._attend, "position - left", "position - left - 1")),
+    "the ends of other keys": (check_packed, Fault(PACKED, "key_starts[1:]", "key_starts[:-1]")),
+    "keys past those in use": (CHECKS["torch's"], Fault(OF, "start + length", "start + length + 1")),
+    "new rows not read": (check_cache, Fault(flash_attn_with_kvcache, "lengths + k.shape[1]", "lengths")),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_planted_fault_is_seen(name, monkeypatch):
+    run, fault = FAULTS[name]
+    assert_found(fault, monkeypatch, lambda: [run(seed) for seed in range(25)], "not close|not equal")
+
+
+X, STARTS, CACHE = torch.randn(6, 2, 8), torch.tensor([0, 2, 6]), torch.zeros(1, 4, 2, 8)
+REFUSED = {
+    "starts that descend": lambda: flash_attn_varlen_func(X, X, X, torch.tensor([0, 4, 2]), STARTS, 4, 4),
+    "starts of other positions": lambda: flash_attn_varlen_func(X, X, X, STARTS, torch.tensor([0, 2, 5]), 4, 4),
+    "heads": lambda: varlen_attn(X, X[:, :1], X[:, :1], STARTS, STARTS, 4, 4),
+    "no lengths": lambda: varlen_attn(X, X, X, STARTS, None, 4, 4),
+    "weights of dropout": lambda: flash_attn_func(X[None], X[None], X[None], 0.1, return_attn_probs=True),
+    "rotary tables": lambda: flash_attn_with_kvcache(CACHE, CACHE, CACHE, rotary_cos=X, rotary_sin=X),
+    "a full cache": lambda: flash_attn_with_kvcache(CACHE, CACHE, CACHE, CACHE, CACHE, cache_seqlens=1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused(name):
+    with pytest.raises((ParameterError, ShapeError), match="cure"):
+        REFUSED[name]()
