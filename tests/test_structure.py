@@ -166,16 +166,6 @@ def test_no_two_classes_share_a_public_name(tmp_path):
     assert shared_class_names(folder) == {"A"}
 
 
-def test_no_module_uses_the_cached_property_of_functools():
-    """That of Python 3.11 holds a lock; see `sightline.caching`."""
-    texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
-    assert [
-        path
-        for path, text in texts.items()
-        if re.search(r"functools import .*\bcached_property|functools\.cached_property\(", text)
-    ] == []
-
-
 def rows_without_tests(rows, folder):
     """Return the rows of `WIDE` whose file does not exist, or does not define the function."""
     found = []

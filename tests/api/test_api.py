@@ -84,6 +84,7 @@ def test_positions_before_heads_in_explain_and_tiles(arrays):
     assert str(sightline.explain(*swapped, layout="BNHD")) == str(sightline.explain(*arrays))
     (found,), (expected,) = sightline.tiles(*swapped, layout="BNHD"), sightline.tiles(*arrays)
     np.testing.assert_array_equal(found.weights, expected.weights)
+    assert not list(sightline.tiles(arrays[0], arrays[1][..., :0, :]))
 
 
 def test_an_unknown_layout_is_refused(arrays):

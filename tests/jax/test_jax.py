@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.export
@@ -561,13 +562,15 @@ def test_explain_names_the_kernel_of_the_program(operands):
     explained = sightline.explain(*operands, mask=sightline.padding(lengths))
     assert explained.kernel == "cpu"
     assert sightline.explain(*operands, kernel="streaming").kernel == "streaming"
+    with pytest.raises(ParameterError, match="without value"):
+        sightline.explain(*operands[:2])
     explain_traced = jax.jit(lambda *x: sightline.explain(*x).shape == "" or x[0])
     assert same_bits(explain_traced(*operands), operands[0])
 
 
-def test_explain_says_why_no_kernel_serves_another_device(operands, monkeypatch):
-    monkeypatch.setattr(dispatch, "_platform", lambda array: "tpu")
-    explained = sightline.explain(*operands, mask=i >= j)
+def test_explain_says_why_no_kernel_serves_another_device(operands):
+    tpu = SimpleNamespace(devices=lambda: [SimpleNamespace(platform="tpu")])
+    explained = dispatch.explain(tpu, make_problem(*map(np.asarray, operands), mask=i >= j), None, False)
     assert explained.kernel == "jax"
     assert "'tpu'" in explained.refusals["cpu"][0]
     assert "operations of JAX" in str(explained)

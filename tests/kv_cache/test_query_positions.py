@@ -67,11 +67,6 @@ def steps_of(rng, steps, padding, kind="numpy"):
         yield cache, query, counts
 
 
-def for_sequence(name, entry):
-    """Return the options of a call for one sequence alone."""
-    return {"mask": i - j < WINDOWS[entry]} if name == "by sequence" else FORMULAS[name]
-
-
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("steps", PROMPTS_AND_STEPS, ids=str)
@@ -80,7 +75,8 @@ def test_a_formula_means_what_it_means_for_the_whole_sequence(rng, name, steps, 
     for cache, query, counts in steps_of(rng, steps, padding, kind):
         output = np.asarray(sightline.attention(query, cache, **FORMULAS[name]))
         for entry, real, whole, keys, values in of_sequences(cache, np.asarray(query), counts, padding):
-            problem = make_problem(whole, keys, values, **for_sequence(name, entry))
+            options = {"mask": i - j < WINDOWS[entry]} if name == "by sequence" else FORMULAS[name]
+            problem = make_problem(whole, keys, values, **options)
             expected = compute_stages(problem).output[0, :, cache.lengths[entry] - counts[entry] :]
             np.testing.assert_allclose(output[entry, :, real], expected, rtol=0, atol=1e-13)
 

@@ -71,6 +71,15 @@ def test_last_checks_its_capacity(rng, capacity):
         filled(rng, "plain").last(3, capacity=capacity)
 
 
+def test_a_fork_that_shares_nothing_any_more_has_last_positions(rng):
+    cache = KVCache()
+    cache.append(*[drawn(rng, 1, 2, 80, "numpy")] * 2)
+    cache.fork(2)
+    cache.truncate(0)
+    cache.append(*[drawn(rng, 2, 2, 5, "numpy")] * 2)
+    assert cache.last(3).lengths.tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("copied", [copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_copies_and_pickles_go_on_by_themselves(rng, kind, copied):

@@ -85,7 +85,9 @@ DIFFERENTIABLE = {
     "pooled": lambda x: sightline.pooled(2, 2, within=((0, 3), (1, 4))),
     "weights": lambda x: sightline.weights().mean("heads"),
     "weights, weighted heads": lambda x: sightline.weights().sum("heads", weights=[0.5, -2.0]),
-    "lse, weighted heads": lambda x: sightline.lse().mean("batch").mean("heads", weights=[0.5, -2.0]),
+    "lse, weighted heads": lambda x: (
+        sightline.lse().mean("batch").mean("heads", weights=[np.float32(0.5), np.int64(-2)])
+    ),
     "entropy, the sum of heads": lambda x: sightline.entropy().sum("heads"),
     "scores": lambda x: sightline.scores(),
     "rows and heads": lambda x: sightline.weights().rows([-1, 0]).heads([1, 0]),

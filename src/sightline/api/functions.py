@@ -265,7 +265,9 @@ def explain(
     given, is_jax = query, arrays.framework(query) is arrays.JAX
     shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
     if is_jax:  # compiled programs run the kernel for NumPy arrays
-        query, key, value = (arrays.empty(x.shape, arrays.dtype_name(x), x) for x in (query, key, value))
+        query, key, value = (
+            arrays.empty(x.shape, arrays.dtype_name(x), x) if hasattr(x, "shape") else x for x in (query, key, value)
+        )
     options = Options(mask, score, split_names(see)[1], scale, sinks, dropout, seed or 0)
     problem = validate(parse(query, *unpack_cache(query, key, value, options)))
     if is_jax:
@@ -337,7 +339,8 @@ def _each_tile(problem: Problem) -> Iterator[Tile]:
     for start in range(0, problem.n, count):
         rows = slice(start, min(start + count, problem.n))
         result = solve(restrict(problem, rows, None))
-        visible = arrays.to_numpy(result.seen[0] != -math.inf).reshape(-1, problem.m).any(0).nonzero()[0]
+        is_visible = arrays.to_numpy(result.seen[0] != -math.inf)
+        visible = is_visible.any(tuple(range(is_visible.ndim - 1))).nonzero()[0]
         if not visible.size:
             continue
         columns = slice(int(visible[0]), int(visible[-1]) + 1)

@@ -85,9 +85,13 @@ def retain(value: Value, like: Any) -> Value:
         for part in value if isinstance(value, tuple) else (value,):
             if hasattr(part, "record_stream"):
                 part.record_stream(stream)
-    if like.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
+    if _is_capturing(like):
         _RETAINED[id(value)] = value
     return value
+
+
+def _is_capturing(like: Any) -> bool:
+    return bool(like.is_cuda) and bool(sys.modules["torch"].cuda.is_current_stream_capturing())
 
 
 def identity(array: Any) -> Hashable:

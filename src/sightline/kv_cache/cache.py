@@ -377,7 +377,8 @@ class KVCache(StoredRows):
         if (before >= 0).any() and not (newest >= 0).any():
             newest = newest[:, :0]  # no query of the newest append is left
         self.prefix = self.prefix and self.prefix.truncated(new_lengths)
-        self._kept = self._kept and self._kept.truncated(new_lengths)
+        kept = self._kept and self._kept.truncated(new_lengths)
+        self._kept = kept if kept and (kept.positions.size or kept.evicted.any()) else None
         self._set_lengths(new_lengths, newest)
         if self._storage is not None:
             self._storage.release(self._num_rows, self._min_capacity)

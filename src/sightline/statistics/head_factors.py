@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ def parse_factors(how: str, weights: Any) -> Factors:
     rows = (
         numbers if isinstance(numbers, list | tuple) and numbers and isinstance(numbers[0], list | tuple) else [numbers]
     )
-    if not all(isinstance(row, list | tuple) and row and all(map(_is_finite, row)) for row in rows):
+    entries = [x if isinstance(x, Real) else math.nan for row in rows if isinstance(row, list | tuple) for x in row]
+    if not (all(isinstance(row, list | tuple) and row for row in rows) and all(map(math.isfinite, entries))):
         raise ParameterError(
             f"weights={weights!r} of heads", "H finite numbers, or (layers, H) in a watch", "weights=[0.5, 0.5]"
         )
@@ -49,10 +51,6 @@ def parse_factors(how: str, weights: Any) -> Factors:
         )
     factors = tuple([tuple([weight / total for weight in row]) for row, total in zip(rows, totals, strict=True)])
     return factors[0] if rows[0] is numbers else factors
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, int | float) and math.isfinite(number)
 
 
 def format_factors(factors: Any) -> str:
