@@ -45,8 +45,6 @@ def varlen_attn(
 ) -> Any:
     """Compute attention of packed sequences, with the arguments of `torch.nn.attention.varlen.varlen_attn`, torch 2.13.
 
-    The cost is that of the pairs of each sequence.
-
     Parameters
     ----------
     query : (T_q, H, d), the sequences one after another
@@ -69,8 +67,6 @@ def varlen_attn(
     ------
     ShapeError
         Bounds of sequences do not ascend from 0 to the total, or the heads differ without `enable_gqa`.
-    ParameterError
-        The lengths of the keys are not given.
 
     Examples
     --------
@@ -198,19 +194,16 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute attention over a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (flash-attn 2.8).
 
-    New keys and values are written into the cache first, in place.
-
     Parameters
     ----------
     q : (B, n, H, d)
     k_cache, v_cache : (B, capacity, G, d), or the pages (pages, page size, G, d) of a `block_table`
-    k, v : (B, new, G, d), optional
+    k, v : (B, new, G, d), optional: written into the cache first, in place
     cache_seqlens : int or (B,) integers, default the capacity: the positions in use before the call
     cache_batch_idx : (B,) integers, optional: the sequence of the cache of each query sequence, which is copied
     cache_leftpad : (B,) integers, optional: the first position of each sequence in the cache
     block_table : (B, pages of a sequence) integers, optional: the pages of each sequence, which are copied
-    rotary_cos, rotary_sin : refused; rotate `q` and `k` before the call
-    num_splits, rotary_interleaved : change nothing
+    rotary_cos, rotary_sin, rotary_interleaved : refused; rotate `q` and `k` before the call
     return_softmax_lse : True returns (output, lse)
     softmax_scale, causal, window_size, softcap, alibi_slopes : see `flash_attn_func`
 
