@@ -6,8 +6,6 @@ window (left, right) leaves the keys from `left` before this position to `right`
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import and_
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from ..formula.tables import table
 from ..statistics import lse as lse_of
 from .nested import Packing
 
-Window = tuple[int, int]
 b, h, i, j, m, n, s = (SYMBOLS[name] for name in "bhijmns")
 
 
@@ -37,7 +34,7 @@ def varlen_attn(
     *,
     return_aux: Any = None,
     scale: float | None = None,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -93,7 +90,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -143,7 +140,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -152,9 +149,11 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute attention of packed sequences, with the arguments of `flash_attn.flash_attn_varlen_func`.
 
-    Arrays are (total, H, d), and lse is (H, total). `max_seqlen_q` and `max_seqlen_k` change nothing. With a
-    `block_table`, `cu_seqlens_k` has the lengths of the sequences in their pages. See `varlen_attn` for the sequences,
-    and `flash_attn_func` for the other arguments and the errors.
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table : see `varlen_attn`; lengths of pages are those of `cu_seqlens_k`
+    max_seqlen_q, max_seqlen_k, deterministic : change nothing
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs : see `flash_attn_func`
 
     Examples
     --------
@@ -185,7 +184,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -204,6 +203,7 @@ def flash_attn_with_kvcache(
     cache_leftpad : (B,) integers, optional: the first position of each sequence in the cache
     block_table : (B, pages of a sequence) integers, optional: the pages of each sequence, which are copied
     rotary_cos, rotary_sin, rotary_interleaved : refused; rotate `q` and `k` before the call
+    num_splits : changes nothing
     return_softmax_lse : True returns (output, lse)
     softmax_scale, causal, window_size, softcap, alibi_slopes : see `flash_attn_func`
 
@@ -254,7 +254,7 @@ def _attend(
     own: Expression | None,
     position: Expression,
     sequence: Expression,
-    window: Window,
+    window: tuple[int, int],
     scale: float | None,
     with_lse: bool,
     causal: bool = False,
@@ -271,9 +271,9 @@ def _attend(
         given, allowed = f"return_attn_probs=True with dropout_p={dropout}", "return_attn_probs=True without dropout"
         raise ParameterError(given, allowed, "sightline.attention(..., see=[sightline.weights()]) for the weights")
     left, right = (window[0], 0) if causal else window
-    limits = [own] if own is not None else []
-    limits += [j <= position + right] * (right >= 0) + [j >= position - left] * (left >= 0)
-    mask = reduce(and_, limits) if limits else None
+    mask = own
+    for limit in [j <= position + right] * (right >= 0) + [j >= position - left] * (left >= 0):
+        mask = limit if mask is None else mask & limit
     score = softcap_formula(softcap) if softcap else None
     if slopes is not None:
         slope = table(slopes)[h] if slopes.ndim == 1 else table(slopes)[sequence, h]
