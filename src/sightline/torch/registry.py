@@ -25,6 +25,7 @@ from ..caching import store
 from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
 from ..call.kernel import Gradients
 from ..call.problem import NUM_OPERANDS, parse, validate
+from ..call.request import machine_setting
 from ..call.validation import read_mask, read_score
 from ..errors import KernelRefusedError, SightlineError
 from ..formula.library import bias
@@ -37,8 +38,7 @@ from .operator import autocast_disabled
 SDPA, FLASH = "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"
 DEFAULTS: tuple[Any, ...] = None, 0.0, False  # of attn_mask, dropout_p and is_causal
 PLAIN = {Tensor, Parameter}
-MAX_PASSES = 64
-_PASSES: dict[Any, BackwardPasses] = {}  # by the formulas and the scale of a call
+_PASSES: dict[Any, BackwardPasses] = {}  # by the formulas and the scale of a call, and the setting of the machine
 
 
 class ActiveOverrides:
@@ -105,7 +105,7 @@ def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]
     formulas, lse = (read_mask(options.mask), read_score(options.score)), sums.double().contiguous()
     structure = structure_of(*formulas)
     tables = tuple([table.array for table in structure.tables])
-    call_key = structure.formulas, options.scale
+    call_key = structure.formulas, options.scale, machine_setting()
 
     def dispatch() -> tuple[Gradients, Any]:
         problem = validate(parse(query, key, value, options))
@@ -114,7 +114,7 @@ def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]
     with torch.no_grad(), autocast_disabled(output):
         if call_key not in _PASSES:
             problem = validate(parse(query, key, value, options))
-            store(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), MAX_PASSES)
+            store(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), limit=64)
         given = BackwardInputs(d_output.contiguous(), None, tables, structure.numbers, ())
         forward = ForwardPass((query, key, value), output, lse, None, 0, None)
         found = _PASSES[call_key].differentiate(given, forward, dispatch)
