@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sightline
-from sightline import h, i, j, s, table
+from sightline import b, h, i, j, p, s, table
 from sightline.call import call_cache
 from sightline.errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 
@@ -49,6 +49,8 @@ SEEN = {
     ],
     "received": [sightline.received(), sightline.pooled(3, 3), sightline.top_k(2)],
     "selections": [sightline.weights().rows([1, -1, 1]), sightline.received(last=4).heads([3, 1, 2])],
+    "extrema before sums": [sightline.max_score().rows([0, 3]), sightline.max(p, over=j), sightline.entropy()],
+    "scalars": [sightline.sum(p**2, over=(b, h, i, j)), sightline.min(p, over=i).heads([1]), sightline.mass(j < 3)],
     "means of selections": [sightline.entropy().mean("heads").rows([0, 5]), sightline.lse().heads([2])],
     "weighted sums": [sightline.weighted_sum(np.eye(M)).rows([2]), sightline.weighted_sum(np.eye(M)).mean("batch")],
 }

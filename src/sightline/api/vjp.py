@@ -407,7 +407,7 @@ def _read_gradient(name: str, gradient: Any, result: Any) -> Any:
             f"the shape of the result, {result.shape}",
             "numpy.broadcast_to(gradient, result.shape)",
         )
-    return np.ascontiguousarray(array, result.dtype)
+    return np.asarray(array, result.dtype, order="C")
 
 
 def _version(array: Any) -> Any:

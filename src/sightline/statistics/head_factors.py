@@ -49,7 +49,7 @@ def parse_factors(how: str, weights: Any) -> Factors:
         raise ParameterError(
             f"weights={weights!r}, whose sum is 0, of a mean", "weights with another sum", '.sum("heads", weights=...)'
         )
-    factors = tuple([tuple([weight / total for weight in row]) for row, total in zip(rows, totals, strict=True)])
+    factors = tuple([tuple([float(weight) / total for weight in row]) for row, total in zip(rows, totals, strict=True)])
     return factors[0] if rows[0] is numbers else factors
 
 

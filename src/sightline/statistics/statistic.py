@@ -166,6 +166,10 @@ class Selection(Derived):
     name = "selection"
     has_own_problem = True
 
+    @property
+    def fill_values(self) -> tuple[float, ...]:  # type: ignore[override]
+        return self.of.fill_values
+
     def __repr__(self) -> str:
         shown = [
             f".{name}({format_indices(indices)})"

@@ -154,15 +154,6 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table : see `varlen_attn`; lengths of pages are those of `cu_seqlens_k`
     max_seqlen_q, max_seqlen_k, deterministic : change nothing
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs : see `flash_attn_func`
-
-    Examples
-    --------
-    >>> import torch
-    >>> from sightline.torch import flash_attn_varlen_func
-    >>> x, starts = torch.eye(3)[:, None], torch.tensor([0, 1, 3])
-    >>> flash_attn_varlen_func(x, x, x, starts, starts, 2, 2, causal=True)[:2, 0]
-    tensor([[1., 0., 0.],
-            [0., 1., 0.]])
     """
     used = None if block_table is None else cu_seqlens_k.diff()
     options = window_size, softmax_scale, return_attn_probs, causal, softcap, alibi_slopes, dropout_p
