@@ -23,7 +23,7 @@ def without_synchronisation():
     """Make it an error to wait for the GPU in the block."""
     torch.cuda.synchronize()
     try:
-        with warnings.catch_warnings(action="ignore"):  # the mode warns that it does not see every wait
+        with warnings.catch_warnings(action="ignore"):  # torch warns that this mode does not find every wait
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:

@@ -144,13 +144,13 @@ def test_drawn_arguments_give_the_definition(name):
         CHECKS[name](seed)
 
 
-PACKED, OF = flash_attention._attend_packed, nested.Packing.of.__func__
+CACHED, PACKED, OF = flash_attn_with_kvcache, flash_attention._attend_packed, nested.Packing.of.__func__
 FAULTS = {
     "positions from the first key": (check_arrays, Fault(flash_attn_func, "i + (m - n)", "i + 0")),
     "a window too wide": (check_arrays, Fault(flash_attention._attend, "position - left", "position - left - 1")),
     "the ends of other keys": (check_packed, Fault(PACKED, "key_starts[1:]", "key_starts[:-1]")),
     "keys past those in use": (CHECKS["torch's"], Fault(OF, "start + length", "start + length + 1")),
-    "new rows not read": (check_cache, Fault(flash_attn_with_kvcache, "lengths + k.shape[1]", "lengths")),
+    "new rows not read": (check_cache, Fault(CACHED, "padding(lengths)", "padding(lengths - new_length)")),
 }
 
 
@@ -168,6 +168,7 @@ REFUSED = {
     "no lengths": lambda: varlen_attn(X, X, X, STARTS, None, 4, 4),
     "weights of dropout": lambda: flash_attn_func(X[None], X[None], X[None], 0.1, return_attn_probs=True),
     "rotary tables": lambda: flash_attn_with_kvcache(CACHE, CACHE, CACHE, rotary_cos=X, rotary_sin=X),
+    "keys without values": lambda: flash_attn_with_kvcache(CACHE, CACHE, CACHE, CACHE, cache_seqlens=0),
     "a full cache": lambda: flash_attn_with_kvcache(CACHE, CACHE, CACHE, CACHE, CACHE, cache_seqlens=1),
 }
 

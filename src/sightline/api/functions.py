@@ -339,8 +339,7 @@ def _each_tile(problem: Problem) -> Iterator[Tile]:
     for start in range(0, problem.n, count):
         rows = slice(start, min(start + count, problem.n))
         result = solve(restrict(problem, rows, None))
-        is_visible = arrays.to_numpy(result.seen[0] != -math.inf)
-        visible = is_visible.any(tuple(range(is_visible.ndim - 1))).nonzero()[0]
+        visible = arrays.to_numpy(result.seen[0] != -math.inf).any(tuple(range(result.seen[0].ndim - 1))).nonzero()[0]
         if not visible.size:
             continue
         columns = slice(int(visible[0]), int(visible[-1]) + 1)

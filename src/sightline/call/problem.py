@@ -294,7 +294,7 @@ def _with_unknown_entries(problem: Problem) -> Problem | None:
     problem, it takes less time to compute every tile. The result is also None if only the entries can show that the
     formulas are valid.
     """
-    if not problem.is_small_on_gpu or problem.device.startswith(UNVERSIONED_DEVICES):  # entries are read without a wait
+    if not problem.is_small_on_gpu or problem.device.startswith(UNVERSIONED_DEVICES):  # the host reads them at once
         return None
     lookup = table_lookup(Table.with_unknown_entries)
     formulas: list[Expression] = []

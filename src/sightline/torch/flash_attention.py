@@ -201,33 +201,30 @@ def flash_attn_with_kvcache(
     Raises
     ------
     ShapeError
-        The cache has no room for the new keys.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from sightline.torch import flash_attn_with_kvcache
-    >>> cache, new = torch.zeros(1, 4, 1, 2), torch.ones(1, 1, 1, 2)
-    >>> flash_attn_with_kvcache(new, cache, cache, new, new, cache_seqlens=0)[0, 0, 0]
-    tensor([1., 1.])
+        A sequence, with its new keys, is longer than the capacity of the cache.
+    ParameterError
+        Rotary tables are given, or only one of k and v.
     """
     if rotary_cos is not None or rotary_sin is not None:
         raise ParameterError("rotary_cos and rotary_sin", "q and k that are rotated", "rotate q and k before the call")
+    if (k is None) != (v is None):
+        raise ParameterError("only one of k and v", "both, or neither", "k=new_keys, v=new_values")
     count, size, device = len(q), k_cache.shape[1], k_cache.device
     pages = None if block_table is None else block_table.to(torch.int64)
     capacity = size if pages is None else size * pages.shape[1]
     lengths = torch.as_tensor(capacity if cache_seqlens is None else cache_seqlens, device=device).long().expand(count)
     rows = None if cache_batch_idx is None else cache_batch_idx.to(torch.int64)
+    new_length = 0 if k is None else k.shape[1]
+    if bool((lengths + new_length > capacity).any()):
+        cure = "a larger cache, or sightline.KVCache, which grows"
+        raise ShapeError(f"{new_length} new keys after {lengths.tolist()}", f"at most {capacity} positions", cure)
     if k is not None and v is not None:
-        at = lengths[:, None] + torch.arange(k.shape[1], device=device)
-        if bool((at >= capacity).any()):
-            cure = "a larger cache, or sightline.KVCache, which grows"
-            raise ShapeError(f"{k.shape[1]} new keys after {lengths.tolist()}", f"at most {capacity} positions", cure)
+        at = lengths[:, None] + torch.arange(new_length, device=device)
         owner = torch.arange(count, device=device) if rows is None else rows
         place = (owner[:, None], at) if pages is None else (pages.gather(1, at // size), at % size)
         for cache, new in ((k_cache, k), (v_cache, v)):
             cache[place] = new
-        lengths = lengths + k.shape[1]
+        lengths = lengths + new_length
     if pages is not None:
         keys, values = (cache[pages].flatten(1, 2) for cache in (k_cache, v_cache))
     else:
@@ -297,6 +294,9 @@ def _attend_packed(
                 "numbers that ascend from 0 to the number of positions, as many for keys as for queries",
                 "cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)",
             )
+    if used is not None and bool((used > key_starts.diff()).any()):
+        allowed = f"at most {key_starts.diff().tolist()}"
+        raise ShapeError(f"seqused_k {used.tolist()}", allowed, "the number of keys in use of each sequence")
     of_query = Packing.of(starts, None, len(query))
     sequence, position = of_query.read(of_query.sequence, "i"), as_expression(i)
     if key_starts is starts and used is None and len(key) == len(query):

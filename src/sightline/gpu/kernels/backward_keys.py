@@ -99,7 +99,7 @@ def compute_block(args, b, g, first, row, formulas, OPTIONS: tl.constexpr, NAN_S
     if OPTIONS[0]:
         for h in range(g * args.group, (g + 1) * args.group):
             state = add_head(state, keys, b, h, row, OPTIONS[1], formulas, NAN_SAFE, meta)
-    else:  # a loop of one iteration would cost registers
+    else:  # a loop, even of one iteration, needs more registers
         state = add_head(state, keys, b, g, row, OPTIONS[1], formulas, NAN_SAFE, meta)
     dk, dv, nonfinite = state
     dv *= dropout_scale

@@ -176,11 +176,10 @@ def _key_launches(
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
     schedule = make_schedule(problem, sizes.rows, sizes.keys, of_keys=True)
-    arguments = common | operands.dropout_arguments()
-    arguments |= operands.block_arguments(blocks, items, not problem.is_small_on_gpu)
     is_even = problem.n % sizes.rows == 0 and problem.m % sizes.keys == 0
+    arguments = common | operands.dropout_arguments() | {"OPTIONS": (problem.group > 1, is_even)}
+    arguments |= operands.block_arguments(blocks, items, not problem.is_small_on_gpu)
     arguments |= {"schedule": schedule, "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
-    arguments |= {"OPTIONS": (problem.group > 1, is_even)}
     yield KernelLaunch(backward_keys, items, arguments, sizes, operands.sources)
     if not problem.is_small_on_gpu:
         yield nan_safe_launch(backward_keys, arguments, operands, sizes, "keys")
