@@ -174,7 +174,7 @@ def _attend(query: Any, key: Any, value: Any, options: Options) -> Any:
             keys, values, of_rows = as_arrays(query, key, options) or (key, value, options)
         request = describe(query, of_rows)
         if request is not None:
-            answer, request = call_cache.answer(request, query, keys, values, options.threads)
+            answer, request = call_cache.answer(request, (query, keys, values), options.threads)
             if answer is not None:
                 return answer[0] if options.see is None else answer
         refuse_draws(options.mask, options.score)

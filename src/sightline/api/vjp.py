@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.operations import checksum, to_numpy
 from ..caching import cached_property
 from ..call import call_cache
-from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs
-from ..call.call_cache import EntryResult, ForwardEntry
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
+from ..call.call_cache import Entry, EntryResult, Operands
 from ..call.kernel import Gradients
 from ..call.options import Options
 from ..call.problem import NUM_OPERANDS, OPERANDS, Problem, parse, validate
 from ..call.request import Request, describe
-from ..call.spec import count_arrays, flatten_result, split_arrays
+from ..call.spec import flatten_result, split_arrays
 from ..call.validation import check_choice, read_score, split_names
 from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
@@ -151,48 +151,20 @@ def attention_vjp(
     return call.output, tuple(call.seen) if names is None else dict(zip(names, call.seen, strict=True)), vjp
 
 
-class _Answer(NamedTuple):
-    """An answer of the call cache: the cached call (`entry`), the inputs of this call (`request`), and the result."""
+class _Passes(BackwardPasses):
+    """The backward passes of a cached call, and the hook of its forward pass."""
 
-    entry: _VjpEntry
+    def __call__(self, entry: Entry, request: Request, operands: Operands, result: EntryResult) -> _Answer:
+        return _Answer(self, entry, request, result)
+
+
+class _Answer(NamedTuple):
+    """An answer of the call cache: the cached call (`passes`, `entry`), the inputs of this call, and its results."""
+
+    passes: _Passes
+    entry: Entry
     request: Request
     result: EntryResult
-
-    def read_inputs(
-        self, problem: Problem, forward_pass: ForwardPass, d_output: Any, d_seen: list[Any]
-    ) -> BackwardInputs | None:
-        """Return the inputs of a backward pass that the cache may repeat; None if only the full dispatch can do it."""
-        entry, request, result = self
-        if result.is_lse_imprecise:
-            return None
-        d_lse, arrays, results = None, iter(result.arrays), [d_output]
-        for cached, d in zip(entry.statistics, d_seen, strict=True):
-            count = count_arrays(cached.statistic)
-            first_array: Any = next(arrays, None) if count else result.lse
-            for _ in range(count - 1):
-                next(arrays)
-            if d is not None and cached.mean is not None:
-                d = spread_mean(cached.mean, d, first_array.shape, cached.batch_ndim)
-            if count:
-                results += [d, *[None] * (count - 1)]
-            elif d is not None:
-                d_lse = d if d_lse is None else d_lse + d
-        see = [unwrap_mean(statistic) for statistic in request.see]
-        computed = [result.output, result.lse, *result.arrays]
-        saved = [result.output, result.lse, *arrays_to_save(see, computed)]
-        gradients = [d_output, d_lse, *results[1:]]
-        return read_inputs(request, problem, gradients, forward_pass, saved)
-
-
-@dataclass
-class _VjpEntry(ForwardEntry):
-    """A cached call of `attention_vjp`, ready to be repeated. `backward` is None before the first backward pass."""
-
-    keeps_lse: ClassVar[bool] = True
-    backward: BackwardPasses | None = field(init=False, default=None)
-
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
-        return _Answer(self, request, result)
 
 
 class _Call:
@@ -208,12 +180,12 @@ class _Call:
     table_arrays : the arrays that the formulas read
     """
 
-    def __init__(self, operands: tuple[Any, Any, Any], options: Options, tables: list[Table]) -> None:
+    def __init__(self, operands: Operands, options: Options, tables: list[Table]) -> None:
         self.operands, self.options, self.statistics, self.tables = operands, options, options.see or [], tables
         self.answer, self.request = self.look_up()
         if self.answer is not None:
-            entry, self.request, cached = self.answer
-            self.output, self.seen = cached.output, entry.build_seen(cached)
+            self.passes, entry, self.request, cached = self.answer
+            self.output, self.seen = cached.output, entry.build_seen(*cached[:3])
             sinks = None if self.request.sinks is None else to_numpy(self.request.sinks)
             results = cached.output, cached.lse, sinks, cached.seed
             self.arrays = () if any(statistic.mean is not None for statistic in entry.statistics) else cached.arrays
@@ -226,7 +198,7 @@ class _Call:
             results = output, lse, problem.sinks, problem.seed
             self.table_arrays = [table.array for table in problem.tables]
             if self.request is not None:
-                call_cache.insert(self.request, self.formulas, operands, problem, result, kind=_VjpEntry)
+                call_cache.insert(self.request, self.formulas, operands, problem, result, self.passes)
         self.forward_pass = ForwardPass(operands, *results, options.threads)
 
     def look_up(self) -> tuple[_Answer | None, Request | None]:
@@ -234,7 +206,7 @@ class _Call:
 
         The result is (None, None) if the call cannot be cached.
         """
-        query, key, value = self.operands
+        query = self.operands[0]
         shapes = [getattr(x, "shape", ())[:-3] for x in self.operands]
         if min(map(np.ndim, self.operands)) < 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
             return None, None
@@ -244,7 +216,7 @@ class _Call:
         score_tables = () if request.score is None else request.score.tables
         places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
         request = request._replace(structure=request.structure._replace(wanted_tables=places))
-        return call_cache.answer(request, query, key, value, self.options.threads)
+        return call_cache.answer(request, self.operands, self.options.threads)
 
     @cached_property
     def formulas(self) -> tuple[Expression | None, ...]:
@@ -267,11 +239,19 @@ class _Call:
             array for statistic, result in results if statistic.backward_reads_arrays for array in arrays_of(result)
         ]
 
+    @cached_property
+    def passes(self) -> _Passes:
+        """The backward passes: those of the cached call, or new ones."""
+        problem = self.problem
+        slot_of = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
+        slots = [slot_of[table.origin] for table in self.tables]
+        return _Passes.of(problem, self.formulas[:2], slots, problem.sinks is not None)
+
     def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
         """Return the gradients of query, key, value and sinks by name, and of each table by its id."""
-        passes, forward_pass = self.find_passes(), self.forward_pass
-        inputs = self.answer and self.answer.read_inputs(passes.problem, forward_pass, d_output, d_seen)
-        gradients = passes.differentiate(inputs, forward_pass, lambda: self.dispatch(passes.slots, d_output, d_seen))
+        passes, inputs = self.passes, self.read_inputs(d_output, d_seen)
+        dispatch = partial(self.dispatch, passes.slots, d_output, d_seen)
+        gradients = passes.differentiate(inputs, self.forward_pass, dispatch)
         named: dict[Any, Any] = dict(zip(OPERANDS, gradients, strict=False))
         for table, d_table in zip(self.tables, gradients[NUM_OPERANDS:], strict=False):
             named[id(table)] = _sum_to(d_table, table.array)
@@ -279,18 +259,22 @@ class _Call:
             named["sinks"] = gradients[-1]
         return named
 
-    def find_passes(self) -> BackwardPasses:
-        """Return the backward passes that are kept beside the cached call, or new ones if none are kept."""
-        entry = None if self.answer is None else self.answer.entry
-        if entry is not None and entry.backward is not None:
-            return entry.backward
-        problem = self.problem
-        slot_of = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
-        slots = [slot_of[table.origin] for table in self.tables]
-        passes = BackwardPasses.of(problem, self.formulas[:2], slots, problem.sinks is not None)
-        if entry is not None:
-            entry.backward = passes
-        return passes
+    def read_inputs(self, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
+        """Return the inputs of a backward pass that the cache may repeat; None if only the full dispatch can do it."""
+        if self.answer is None or self.answer.result.is_lse_imprecise:
+            return None
+        passes, entry, request, result = self.answer
+        see, computed = [*map(unwrap_mean, request.see)], [result.output, result.lse, *result.arrays]
+        saved, d_lse, d_arrays = computed[:2], None, []
+        for cached, statistic, own, d in zip(entry.statistics, see, split_arrays(see, computed), d_seen, strict=True):
+            saved += own if statistic.backward_reads_arrays else ()
+            if d is not None and cached.mean is not None:
+                d = spread_mean(cached.mean, d, (own[0] if own else result.lse).shape, cached.batch_ndim)
+            if own:
+                d_arrays += [d, *[None] * (len(own) - 1)]
+            elif d is not None:
+                d_lse = d if d_lse is None else d_lse + d
+        return read_inputs(request, passes.problem, [d_output, d_lse, *d_arrays], self.forward_pass, saved)
 
     def dispatch(
         self, slots: Sequence[int], d_output: Any, d_seen: list[Any]

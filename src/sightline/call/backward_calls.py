@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def read_inputs(
     request : the request of the forward pass
     problem : `BackwardPasses.problem`
     gradients : the gradients of the results; None for a gradient of 0
-    results : the saved results: output, lse, and the `arrays_to_save`
+    results : the saved results; see `results_to_save`
     """
     d_output = gradients[0]
     has_others = len(gradients) > 1 and any(gradient is not None for gradient in gradients[1:])
@@ -160,7 +160,7 @@ class BackwardPasses:
 
     Attributes
     ----------
-    entries : the bound calls by layouts and structure
+    entries : the bound calls by layouts and structure; a copy of the object has none
     """
 
     problem: Problem
@@ -169,10 +169,13 @@ class BackwardPasses:
     wants_sinks: bool = False
     entries: dict[Any, Any] = field(init=False, default_factory=dict)
 
+    def __copy__(self) -> Self:
+        return replace(self)
+
     @classmethod
     def of(
         cls, problem: Problem, formulas: Sequence[Expression | None], slots: Sequence[int], wants_sinks: bool
-    ) -> BackwardPasses:
+    ) -> Self:
         """Return the backward passes of a problem that was made from the mask and the score in `formulas`.
 
         If the call cannot be repeated, `formulas` is empty.
@@ -338,14 +341,14 @@ def _correct_d_lse(
     return np.ascontiguousarray(corrected, np.float64)
 
 
-def arrays_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:
-    """Return the arrays of statistics that the backward pass reads. `results` is [output, lse, *all arrays]."""
+def results_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:
+    """Return the results that the backward pass reads. `results` is [output, lse, *all arrays of the statistics]."""
     arrays = zip(see, split_arrays(see, results), strict=True)
-    return [array for statistic, own in arrays if statistic.backward_reads_arrays for array in own]
+    return [*results[:2], *[array for one, own in arrays if one.backward_reads_arrays for array in own]]
 
 
 def split_saved(see: Sequence[Statistic], saved: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return each statistic's arrays, () if they are not saved. `saved` is [output, lse, *arrays_to_save(...)]."""
+    """Return each statistic's arrays, () if they are not saved. `saved` is the result of `results_to_save`."""
     arrays, start = [], 2
     for statistic in see:
         count = count_arrays(statistic) if statistic.backward_reads_arrays else 0

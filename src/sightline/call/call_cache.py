@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.operations import NUMPY, Framework, framework, has_heads_in_rows
 from ..caching import cached_property
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall
     from ..cpu.launch.weights_pass import StatisticsPass
 
+Operands = tuple[Any, Any, Any]  # query, key and value
+
 calls: OrderedDict[Any, Any] = OrderedDict()  # the calls that were met, by key; the least recently used is the first
 families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
 
@@ -58,13 +60,14 @@ def clear() -> None:
     families.clear()
 
 
-def answer(request: Request, query: Any, key: Any, value: Any, threads: int | None) -> tuple[Any, Request | None]:
-    """Return ((output, seen), None) for a call that the cache repeats, else (None, request with all its fields).
+def answer(request: Request, operands: Operands, threads: int | None) -> tuple[Any, Request | None]:
+    """Return (the answer, None) for a call that the cache repeats, else (None, request with all its fields).
 
-    The result is (None, None) if only the full dispatch can read the arrays.
+    The answer is (output, seen), or what the hook of the entry returns; see `Entry`. The result is (None, None) if only
+    the full dispatch can read the arrays.
     """
     arrays = request.tables if request.sinks is None else request.arrays  # the property takes time
-    found = LOOKUP.find_or_run(calls, request.structure, request.numbers, query, key, value, *arrays)
+    found = LOOKUP.find_or_run(calls, request.structure, request.numbers, *operands, *arrays)
     if type(found) is not tuple:
         return (None if found is None else (found, ())), None
     entry, results, layouts, *addresses = found
@@ -72,19 +75,19 @@ def answer(request: Request, query: Any, key: Any, value: Any, threads: int | No
         return (results[0], results[1:]), None
     request = make_tuple(Request, *request[:-2], layouts, tuple(addresses))
     if entry is None:
-        entry = _find_any_key_length(request, key) or _bind_family(request, query, key, value)
+        entry = _find_any_key_length(request, operands) or _bind_family(request, operands)
     else:
         _mark_as_used(calls, request.key)
     if entry is not None and not LOOKUP.is_generated:
         LOOKUP.generate(entry.make_find_or_run)
     if results is not None:
-        result = entry.finish(request, query, key, value, results, threads)
+        result = entry.finish(request, operands, results, threads)
     else:
-        result = None if entry is None else entry.run(request, query, key, value, threads)
+        result = None if entry is None else entry.run(request, operands, threads)
     return (None, request) if result is None else (result, None)
 
 
-def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
+def _find_any_key_length(request: Request, operands: Operands) -> ForwardEntry | None:
     """Return an entry that was stored without its number of keys (see `without_key_length`); None if no entry fits.
 
     A copy of the entry is stored under the key of the request, because the layers of a model make the same call one
@@ -92,7 +95,7 @@ def _find_any_key_length(request: Request, key: Any) -> ForwardEntry | None:
     """
     entry = _lookup(calls, without_key_length(request.key))
     if entry is not None:
-        entry = replace(entry, prepared=entry.prepared.copy(key.shape[-2]))
+        entry = replace(entry, prepared=entry.prepared.copy(operands[1].shape[-2]))
         store_call(calls, request.key, entry)
     return entry
 
@@ -111,7 +114,7 @@ def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
         pass
 
 
-def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardEntry | None:
+def _bind_family(request: Request, operands: Operands) -> ForwardEntry | None:
     """Return a new entry for a request whose call family is known from a call with other lengths, and store the entry.
 
     Return None if the family is unknown, or if the arrays do not fit it.
@@ -122,12 +125,13 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> ForwardE
     if member is None or family is None:
         return None
     tables = [request.tables[table] for table in member.prepared.tables]
-    bound_call = family.bind(query, key, value, tables)
+    bound_call = family.bind(*operands, tables)
     if bound_call is None:
         return None
+    query, key, _ = operands
     makers = member.make_makers((*query.shape[:-1], family.spec.d_v), has_heads_in_rows(query))
     prepared = member.prepared.rebind(bound_call, makers, key.shape[-2])
-    entry = replace(member, prepared=prepared, attach=None if member.attach is None else copy(member.attach))
+    entry = replace(member, prepared=prepared, hook=copy(member.hook))
     store_call(calls, _cache_key(request, bound_call), entry)
     return entry
 
@@ -153,9 +157,6 @@ class EntryResult(NamedTuple):
     seed: int
 
 
-Attacher = Callable[[Request, Any, Any, Any, EntryResult], EntryResult]
-
-
 class CachedStatistic(NamedTuple):
     """A statistic of a cached call.
 
@@ -172,42 +173,46 @@ class CachedStatistic(NamedTuple):
 
 
 @dataclass
-class ResultBuilder:
-    """How a cached call makes its results from the arrays that its kernels write.
+class Entry:
+    """A cached call, which lacks only its inputs.
 
     Parameters
     ----------
     framework : the library of query, key, value and output
     statistics : the statistics
-    attach : function that joins the results to a graph of gradients; None for arrays without gradients
-        It takes the request, query, key, value and an `EntryResult`, and returns the result with joined arrays.
+    squeezed_axis : the axis of the heads in the arrays of kernels if the caller's arrays have no such axis; else None
+    hook : function (entry, request, operands, `EntryResult`) that returns the answer, by default `build_answer`
+        Another hook always receives lse. A copy of the hook (`copy.copy`) serves the other calls of the same family.
     """
 
     framework: Framework
     statistics: tuple[CachedStatistic, ...]
-    attach: Attacher | None
+    squeezed_axis: int | None
+    hook: Hook
 
-    def join(self, request: Request, query: Any, key: Any, value: Any, result: EntryResult) -> Any:
-        """Return (output, seen), joined to the graph of gradients if the entry has the function `attach`."""
-        if self.attach is not None:
-            result = self.attach(request, query, key, value, result)
-        return result.output, self.build_seen(result) if self.statistics else ()
-
-    def build_seen(self, result: EntryResult) -> tuple[Any, ...]:
-        """Return the result of each statistic."""
+    def build_seen(self, output: Any, lse: Any, arrays: Sequence[Any], in_graph: bool = False) -> tuple[Any, ...]:
+        """Return the result of each statistic. `in_graph` is true for tensors in torch's graph of gradients."""
         seen, start = [], 0
         for statistic, _, mean, batch_ndim in self.statistics:
             if isinstance(statistic, Lse):
-                arrays: Sequence[Any] = [self.framework.finish_lse(result.lse, result.output)]
+                own: Sequence[Any] = [self.framework.finish_lse(lse, output)]
             else:
                 first, start = start, start + len(statistic.fill_values)
-                arrays = result.arrays[first:start]
-            if self.attach is not None and not statistic.is_differentiable:
-                arrays = [array.detach() for array in arrays]
+                own = arrays[first:start]
+            if in_graph and not statistic.is_differentiable:
+                own = [array.detach() for array in own]
             if mean is not None:
-                arrays = [mean.average(array, batch_ndim) for array in arrays]
-            seen.append(statistic.build_result(arrays))
+                own = [mean.average(array, batch_ndim) for array in own]
+            seen.append(statistic.build_result(own))
         return tuple(seen)
+
+
+Hook = Callable[[Entry, Request, Operands, EntryResult], Any]
+
+
+def build_answer(entry: Entry, request: Request, operands: Operands, result: EntryResult) -> tuple[Any, Any]:
+    """Return (output, seen) of a cached call."""
+    return result.output, entry.build_seen(*result[:3]) if entry.statistics else ()
 
 
 class PreparedPass(NamedTuple):
@@ -222,8 +227,8 @@ class PreparedPass(NamedTuple):
 
 
 @dataclass
-class ForwardEntry(ResultBuilder):
-    """A cached call, which lacks only its inputs. It has these parameters besides those of `ResultBuilder`.
+class ForwardEntry(Entry):
+    """A cached call of kernels of the CPU. It has these parameters besides those of `Entry`.
 
     Parameters
     ----------
@@ -231,19 +236,15 @@ class ForwardEntry(ResultBuilder):
     passes : the weights passes of the statistics that the forward kernel does not compute
     make_makers : function (shape of the output, heads_in_rows) that returns the makers of the forward kernel's results;
         see `_make_makers`
-    needs_lse : True if a statistic, a weights pass or the backward pass reads lse
-    squeezed_axis : the axis of the heads in the arrays of passes if the caller's arrays have no such axis; else None
+    needs_lse : True if a statistic, a weights pass or the hook reads lse
     has_dropout : True if the call needs a seed
-    keeps_lse : True if `join` reads lse, whether or not a statistic or the backward pass does
     """
 
     prepared: PreparedCall
     passes: tuple[PreparedPass, ...]
     make_makers: Callable[[tuple[int, ...], bool], list[Callable[[], Any]]]
     needs_lse: bool
-    squeezed_axis: int | None
     has_dropout: bool
-    keeps_lse: ClassVar[bool] = False
 
     @property
     def make_find_or_run(self) -> Callable[..., Any]:
@@ -255,10 +256,10 @@ class ForwardEntry(ResultBuilder):
         """True if the results of the forward kernel are the output and the result of each statistic, in this order."""
         arrays = [(one.outputs, one.mean, len(one.statistic.fill_values)) for one in self.statistics]
         expected = [(slice(k, k + 1), None, 1) for k in range(len(arrays))]
-        return self.attach is None and not self.needs_lse and arrays == expected
+        return not self.needs_lse and arrays == expected
 
-    def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
-        """Return (output, seen) of the call; None if the call needs the full dispatch."""
+    def run(self, request: Request, operands: Operands, threads: int | None) -> Any:
+        """Return the answer of the call; None if the call needs the full dispatch."""
         seed = request.seed
         if self.has_dropout and seed is None and self.framework.draw_seed is not None:
             seed = self.framework.draw_seed()
@@ -267,7 +268,7 @@ class ForwardEntry(ResultBuilder):
             request.tables,
             request.numbers,
             threads,
-            (query, key, value),
+            operands,
             sinks=request.sinks,
             seed=seed if self.has_dropout and seed else 0,
         )
@@ -275,25 +276,23 @@ class ForwardEntry(ResultBuilder):
             return None
         if not self.needs_lse and not self.statistics:
             return results[0], ()
-        return self.finish(request, query, key, value, results, threads, bool(status), seed or 0)
+        return self.finish(request, operands, results, threads, bool(status), seed or 0)
 
     def finish(
         self,
         request: Request,
-        query: Any,
-        key: Any,
-        value: Any,
+        operands: Operands,
         results: Sequence[Any],
         threads: int | None,
         is_lse_imprecise: bool = False,
         seed: int = 0,
     ) -> Any:
-        """Return (output, seen) from the results of the forward kernel; None if a pass needs the full dispatch."""
+        """Return the answer from the results of the forward kernel; None if a pass needs the full dispatch."""
         output, lse, outputs = (*results[:2], results[2:]) if self.needs_lse else (results[0], None, results[1:])
         by_statistic = [outputs[statistic.outputs] for statistic in self.statistics] if self.statistics else []
         for prepared, bound in self.passes:
             addresses = *request.addresses[:2], self.framework.address(lse), *request.addresses[NUM_OPERANDS:]
-            keep_alive = query, key, lse
+            keep_alive = *operands, lse
             status, arrays = prepared.run(addresses, request.tables, request.numbers, threads, keep_alive)
             if status is None:
                 return None
@@ -301,7 +300,7 @@ class ForwardEntry(ResultBuilder):
             for index, finished in zip(bound.indices, bound.finish(arrays), strict=True):
                 by_statistic[index] = finished if axis is None else [array.squeeze(axis) for array in finished]
         arrays = by_statistic[0] if len(by_statistic) == 1 else [array for one in by_statistic for array in one]
-        return self.join(request, query, key, value, EntryResult(output, lse, arrays, is_lse_imprecise, seed))
+        return self.hook(self, request, operands, EntryResult(output, lse, arrays, is_lse_imprecise, seed))
 
 
 def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
@@ -328,11 +327,10 @@ def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], 
 def insert(
     request: Request,
     formulas: Sequence[Expression | None],
-    arrays: tuple[Any, Any, Any],
+    operands: Operands,
     problem: Problem,
     result: Result,
-    attach: Attacher | None = None,
-    kind: type[ForwardEntry] = ForwardEntry,
+    hook: Hook = build_answer,
 ) -> None:
     """Store a call that went through the full dispatch.
 
@@ -342,12 +340,11 @@ def insert(
     Parameters
     ----------
     formulas : the formulas of the call, from `Request.formulas`
-    arrays : the caller's query, key and value
+    operands : the caller's query, key and value
     problem, result : the problem that was made from the formulas, and its result
-    attach : see `ResultBuilder`
-    kind : the class of the stored call
+    hook : see `Entry`
     """
-    bound_call, library = result.bound_call, framework(arrays[0])
+    bound_call, library = result.bound_call, framework(operands[0])
     if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
     structure = structure_of(*formulas)
@@ -364,9 +361,8 @@ def insert(
         passes.append(PreparedPass(call, bound))
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
-    # `join` does not run for a direct call with one result, so a call that needs `join` also returns lse
-    needs_lse = kind.keeps_lse or attach is not None or bool(passes)
-    needs_lse = needs_lse or any(isinstance(one.statistic, Lse) for one in statistics)
+    # the result of a direct call with one result reaches no hook, so a call with a hook also returns lse
+    needs_lse = hook is not build_answer or bool(passes) or any(isinstance(one.statistic, Lse) for one in statistics)
     # without statistics the caller does not get the lse, so a NumPy array suffices
     per_query = [(library if statistics else NUMPY, "float64")] * needs_lse
     per_query += [(library, dtype) for dtype in statistic_dtypes]
@@ -377,23 +373,15 @@ def insert(
         structure.first(2 + num_sums),  # mask, score and factors
         OPERANDS,
         ("output", "lse") if needs_lse else ("output",),
-        make_makers(tuple(output.shape), has_heads_in_rows(arrays[0])),
+        make_makers(tuple(output.shape), has_heads_in_rows(operands[0])),
         problem.m,
         can_be_direct=problem.dropout == 0 and request.sinks is None,
     )
     if prepared is None:
         return
-    entry = kind(
-        framework=library,
-        statistics=statistics,
-        attach=attach,
-        prepared=prepared,
-        passes=tuple(passes),
-        make_makers=make_makers,
-        needs_lse=needs_lse,
-        squeezed_axis=len(problem.batch_shape) if problem.heads_squeezed else None,
-        has_dropout=problem.dropout > 0,
-    )
+    squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
+    shared = library, statistics, squeezed_axis, hook
+    entry = ForwardEntry(*shared, prepared, tuple(passes), make_makers, needs_lse, problem.dropout > 0)
     store_call(calls, request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:

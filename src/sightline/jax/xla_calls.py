@@ -21,10 +21,9 @@ from ..arrays.operations import accumulator, dtype_name
 from ..caching import cached_property
 from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
-from ..call.call_cache import EntryResult, ForwardEntry
+from ..call.call_cache import EntryResult
 from ..call.gradient_parts import is_lse_too_large
 from ..call.kernel import Gradients, Result
-from ..call.lookup import LOOKUP
 from ..call.problem import NUM_OPERANDS, Problem, validate
 from ..call.request import CallStructure, Request, has_cached_kinds, machine_setting
 from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, locate_arrays
@@ -121,33 +120,31 @@ class XlaForward(XlaCall):
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
-        query, key, value, tables, sinks, seed = inputs
+        operands, (tables, sinks, seed) = inputs[:NUM_OPERANDS], inputs[NUM_OPERANDS:]
         setting = machine_setting()
         structure = CallStructure((setting,), (False, False), self.spec.has_sinks, self.spec, None)
         given = Request(structure, None, None, self.see, tuple(tables), self.numbers, sinks, seed)
-        result, request = call_cache.answer(given, query, key, value, self.spec.threads)
-        if result is None:
+        answer, request = call_cache.answer(given, operands, self.spec.threads)
+        if answer is not None:
+            self.prepared[setting], result = answer
+        else:
             formulas = self.spec.formulas(tables)
             problem = self.make_problem(inputs, formulas)
             result = make_plan(problem, self.spec.kernel).kernel.run(problem, self.spec.threads)
             if request is not None and has_cached_kinds(self.see):
                 read = *formulas, *formulas_of(problem.see)
-                call_cache.insert(request, read, (query, key, value), problem, result, kind=_XlaEntry)
-        if setting not in self.keys:
-            layouts = LOOKUP.read_arrays(query, key, value, *given.arrays)
-            self.keys[setting] = None if layouts is None else (layouts[0], structure)
+                call_cache.insert(request, read, operands, problem, result, _build_result)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
     @cached_property
-    def keys(self) -> dict[Any, tuple[Any, ...] | None]:
-        """For each value of SIGHTLINE_CPU, the key of this call in the call cache; None if a layout is not readable."""
+    def prepared(self) -> dict[Any, PreparedCall]:
+        """For each value of SIGHTLINE_CPU, the call of the kernel that was repeated last."""
         return {}
 
     def find_prepared(self) -> PreparedCall | None:
-        """Return this call from the call cache; None if it is not stored, or if it has statistics besides lse."""
-        found = call_cache.calls.get(self.keys.get(machine_setting()))
-        return None if found is None or any(map(count_arrays, self.see)) else found.prepared
+        """Return the call of the kernel; None if it was not repeated, or if it has statistics besides lse."""
+        return None if any(map(count_arrays, self.see)) else self.prepared.get(machine_setting())
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
@@ -160,13 +157,9 @@ class XlaForward(XlaCall):
         return self.spec.statistics(self.example_tables)
 
 
-class _XlaEntry(ForwardEntry):
-    """A cached call whose result always has lse in float64, also if no statistic asks for lse."""
-
-    keeps_lse = True
-
-    def join(self, request: Any, query: Any, key: Any, value: Any, result: EntryResult) -> Result:
-        return Result(result.output, result.lse, self.build_seen(result))
+def _build_result(entry: Any, request: Any, operands: Any, result: EntryResult) -> tuple[PreparedCall, Result]:
+    """Return the call of the kernel, and the result with lse in float64: the hook of a cached call."""
+    return entry.prepared, Result(result.output, result.lse, entry.build_seen(*result[:3]))
 
 
 @dataclass(frozen=True)

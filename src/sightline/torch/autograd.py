@@ -18,8 +18,8 @@ from torch import Tensor
 from ..api.kernels import make_plan
 from ..arrays.operations import checksum, to_numpy
 from ..caching import cached_property
-from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, arrays_to_save, read_inputs, split_saved
-from ..call.call_cache import EntryResult
+from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs, results_to_save, split_saved
+from ..call.call_cache import Entry, EntryResult, Operands
 from ..call.kernel import Gradients, Plan, Result
 from ..call.problem import NUM_OPERANDS, Problem, make_problem
 from ..call.request import Request
@@ -46,11 +46,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: GraphCall, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+        ctx.call, ctx.num_inputs = call, len(inputs)
         tables = call.tables()
         ctx.versions = table_versions(tables) if tables else None
         seeds = () if call.seed is None else (make_seed(call.seed),)
-        ctx.save_for_backward(*inputs, *call.results_to_save(results), *seeds)
+        saved = results if len(results) <= 2 else results_to_save(call.statistics, results)
+        ctx.save_for_backward(*inputs, *saved, *seeds)
         ctx.set_materialize_grads(False)
         return results
 
@@ -62,13 +63,13 @@ class _Attention(torch.autograd.Function):
         if call.seed is not None:  # a checkpoint saves the results of a second run, which may have drawn another seed
             *saved, seed = saved
             call = replace(call, seed=int(seed) % 2**64)
-        count: int = call.attacher.num_inputs
+        count: int = ctx.num_inputs
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
         d_output = gradients[0]
         if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
             gradients = (d_output.contiguous(), *gradients[1:])  # that of a sum, for example, has stride 0
         arrays = BackwardArrays(gradients, saved[:count], saved[count:])
-        d_inputs = None if has_graph else call.attacher.repeat(call, arrays)
+        d_inputs = None if has_graph else call.passes.repeat_call(call, arrays)
         if d_inputs is None:
             refuse_old_vmap(gradients)
             known = [gradient for gradient in gradients if gradient is not None]
@@ -87,8 +88,8 @@ connect: Any = super(torch.autograd.Function, _Attention).apply
 
 def _differentiate(call: GraphCall, arrays: BackwardArrays) -> list[Tensor]:
     """Return the gradients of the inputs by the backward pass of the plan's kernel, or else by that of `streaming`."""
-    attacher, problem = call.attacher, call.make_problem(arrays.inputs)
-    plan, tables = call.plan or make_plan(problem, attacher.kernel), attacher.backward.slots
+    passes, problem = call.passes, call.make_problem(arrays.inputs)
+    plan, tables = call.plan or make_plan(problem, passes.kernel), passes.slots
     output, lse = _read_saved(call, arrays.results)
     if arrays.gradients[0] is None:
         arrays = arrays._replace(gradients=(torch.zeros_like(output), *arrays.gradients[1:]))
@@ -97,20 +98,20 @@ def _differentiate(call: GraphCall, arrays: BackwardArrays) -> list[Tensor]:
     with operator.autocast_disabled(output):
         statistic_arrays = split_saved(problem.see, arrays.results)
         d_operands = operator.differentiate_results(
-            problem, plan, d_results, (output, lse), tables, attacher.threads, statistic_arrays
+            problem, plan, d_results, (output, lse), tables, passes.threads, statistic_arrays
         )
     if d_operands.bound_call is not None or d_operands.recorded_call is not None:
-        attacher.keep(d_operands, call, arrays)
+        passes.keep_call(d_operands, call, arrays)
     return operator.flatten_gradients(problem, d_operands, tables)
 
 
 def _differentiate_by_operator(call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor]:
     """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
-    attacher, problem = call.attacher, call.make_problem(arrays.inputs)
+    passes, problem = call.passes, call.make_problem(arrays.inputs)
     seed = make_seed(problem.seed) if problem.dropout else None
-    call_arrays, spec = to_arguments(problem, seed, attacher.kernel, attacher.threads)
+    call_arrays, spec = to_arguments(problem, seed, passes.kernel, passes.threads)
     place = {slot: table for table, slot in spec.table_slots(problem).items()}
-    wanted = [place[index] for index in attacher.backward.slots]
+    wanted = [place[index] for index in passes.slots]
     known = {index: gradient for index, gradient in enumerate(arrays.gradients) if gradient is not None}
     saved = _read_saved(call, arrays.results)
     if is_transformed():
@@ -179,7 +180,7 @@ class GraphCall:
 
     Parameters
     ----------
-    attacher : what this call shares with calls that differ only in arrays and numbers
+    passes : what this call shares with calls that differ only in arrays and numbers
     source : the request of a call that the call cache ran; for another call the problem, without what torch saves
     seed : the seed of dropout; None without dropout
     own_lse : lse, a tensor or a NumPy array, if it is no result
@@ -187,7 +188,7 @@ class GraphCall:
     plan : the plan of the forward pass, if `source` is a problem
     """
 
-    attacher: GraphAttacher
+    passes: GraphPasses
     source: Request | Problem
     seed: int | None
     own_lse: Any
@@ -197,7 +198,7 @@ class GraphCall:
     def make_problem(self, inputs: Sequence[Tensor]) -> Problem:
         """Return the problem with the saved tensors as query, key, value, the learned tables and the learned sinks."""
         query, key, value, *rest = inputs
-        sinks, shared = self.sinks(inputs), self.attacher.backward
+        sinks, shared = self.sinks(inputs), self.passes
         if isinstance(self.source, Problem):
             seed = self.source.seed if self.seed is None else self.seed
             problem = replace(self.source, query=query, key=key, value=value, sinks=sinks, seed=seed)
@@ -227,96 +228,72 @@ class GraphCall:
         see = self.source.see
         return see if isinstance(self.source, Problem) else [unwrap_mean(statistic) for statistic in see]
 
-    def results_to_save(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the results that the backward pass reads: output, lse if it is a result, and arrays of statistics."""
-        return results if len(results) <= 2 else (*results[:2], *arrays_to_save(self.statistics, results))
-
     def find_lse(self, results: Sequence[Tensor]) -> Any:
-        """Return lse. `results` are what `results_to_save` returned."""
+        """Return lse. `results` are the saved results."""
         return results[1] if self.own_lse is None else self.own_lse
 
     def sinks(self, inputs: Sequence[Tensor]) -> Any:
         """Return the sinks: the saved tensor if they are learned, else the array of the call."""
-        return inputs[-1] if self.attacher.backward.wants_sinks else self.source.sinks
+        return inputs[-1] if self.passes.wants_sinks else self.source.sinks
 
 
-@dataclass(eq=False)
-class GraphAttacher:
-    """The function that joins the results of a cached call to torch's graph; see `call_cache.ForwardEntry`.
+@dataclass
+class GraphPasses(BackwardPasses):
+    """The backward passes of calls in torch's graph, and the hook that joins a cached call's results to the graph.
 
-    Parameters
-    ----------
-    backward : the kept backward passes; its `slots` and `places` are the positions of the learned tables
-    num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
-    kernel, threads : as in `attention`
-    has_statistics : True if the call has statistics; otherwise lse is no result
-    squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
+    `kernel` and `threads` are as in `attention`.
     """
 
-    backward: BackwardPasses
-    num_inputs: int
-    kernel: str | None
-    threads: int | None
-    has_statistics: bool
-    squeezed_axis: int | None
+    kernel: str | None = None
+    threads: int | None = None
 
     @classmethod
-    def of(cls, problem: Problem, formulas: Sequence[Any], kernel: str | None, threads: int | None) -> Self:
-        """Return the attacher of a call with gradients.
-
-        `formulas` are the formulas of the call, from `Request.formulas`; empty for a call that is not repeated.
-        """
+    def of_call(cls, problem: Problem, formulas: Sequence[Any], kernel: str | None, threads: int | None) -> Self:
+        """Return the passes of a call with gradients; its other parameters are those of `BackwardPasses.of`."""
         inputs, wanted = trainable_inputs(problem)
         has_learned_sinks = len(inputs) > NUM_OPERANDS + len(wanted)
-        backward = BackwardPasses.of(problem, formulas, wanted, has_learned_sinks)
-        axis = len(problem.batch_shape) if problem.heads_squeezed else None
-        return cls(backward, len(inputs), kernel, threads, bool(problem.see), axis)
+        return replace(cls.of(problem, formulas, wanted, has_learned_sinks), kernel=kernel, threads=threads)
 
-    def __copy__(self) -> Self:
-        """Return an attacher for calls with other lengths: with the same options, but without kept backward passes."""
-        return replace(self, backward=replace(self.backward))
-
-    def reads(self, request: Request, caller_inputs: Sequence[Tensor], problem: Problem) -> bool:
+    def reads(self, request: Request, operands: Operands, problem: Problem) -> bool:
         """True if the problem's inputs are the caller's tensors, so that a repeated call has the same graph."""
-        own = [*caller_inputs, *[request.tables[place] for place in self.backward.places]]
-        own += [request.sinks] * self.backward.wants_sinks
+        own = [*operands, *[request.tables[place] for place in self.places]]
+        own += [request.sinks] * self.wants_sinks
         pairs = list(zip(own, trainable_inputs(problem)[0], strict=True))
         if problem.heads_squeezed and all(_adds_head_axis(x, y) for x, y in pairs[:NUM_OPERANDS]):
             pairs = pairs[NUM_OPERANDS:]
         return all(x is y for x, y in pairs)
 
-    def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: EntryResult) -> EntryResult:
-        axis, lse, backward = self.squeezed_axis, result.lse, self.backward
-        inputs: tuple[Any, ...] = query, key, value
-        results = (result.output, lse, *result.arrays) if self.has_statistics else (result.output,)
+    def __call__(self, entry: Entry, request: Request, operands: Operands, result: EntryResult) -> Any:
+        axis, lse, has_statistics = entry.squeezed_axis, result.lse, bool(entry.statistics)
+        inputs: tuple[Any, ...] = operands
+        results = (result.output, lse, *result.arrays) if has_statistics else (result.output,)
         if axis is not None:  # the graph has the head axis
-            inputs = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
+            inputs = tuple([x.unsqueeze(-3) for x in operands])
             results, lse = tuple([x.unsqueeze(axis) for x in results]), lse[..., None, :]
-        if backward.places:
-            inputs += tuple([request.tables[place] for place in backward.places])
-        if backward.wants_sinks:
+        if self.places:
+            inputs += tuple([request.tables[place] for place in self.places])
+        if self.wants_sinks:
             inputs += (request.sinks,)
         elif isinstance(request.sinks, np.ndarray):  # the caller may change them before the backward pass
             request = request._replace(sinks=request.sinks.copy())
-        seed, own_lse = result.seed if backward.problem.dropout else None, None if self.has_statistics else lse
+        seed, own_lse = result.seed if self.problem.dropout else None, None if has_statistics else lse
         results = connect(GraphCall(self, request, seed, own_lse, result.is_lse_imprecise), results, *inputs)
         if axis is not None:
             results = tuple([x.squeeze(axis) for x in results])
-        lse = results[1] if self.has_statistics else None
-        return EntryResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
+        output, *others = results
+        return output, entry.build_seen(output, others[0], others[1:], in_graph=True) if has_statistics else ()
 
-    # -- the backward passes of cached calls ---------------------------------------------------------------------------
-    def repeat(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
-        """Return the gradients of the inputs by a kernel call that `keep` has kept; None if no such call can serve."""
+    def repeat_call(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
+        """Return the gradients of the inputs by a kernel call that `keep_call` has kept; None if no such call fits."""
         if isinstance(call.source, Problem) or call.is_lse_imprecise:
             return None
-        return self.backward.repeat(*self._read_inputs(call, call.source, arrays))
+        return self.repeat(*self._read_inputs(call, call.source, arrays))
 
-    def keep(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
+    def keep_call(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
         """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
         if not isinstance(call.source, Problem):
             given, forward = self._read_inputs(call, call.source, arrays)
-            self.backward.keep(found, given, call.formulas, forward)
+            self.keep(found, given, call.formulas, forward)
 
     def _read_inputs(
         self, call: GraphCall, request: Request, arrays: BackwardArrays
@@ -328,10 +305,10 @@ class GraphAttacher:
         gradients, inputs, results = arrays
         lse, sinks = call.find_lse(results), call.sinks(inputs)
         forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, call.seed or 0, self.threads)
-        backward_inputs = read_inputs(request, self.backward.problem, gradients, forward, results)
-        if backward_inputs is not None and self.backward.places:
+        backward_inputs = read_inputs(request, self.problem, gradients, forward, results)
+        if backward_inputs is not None and self.places:
             tables = list(backward_inputs.tables)
-            for place, tensor in zip(self.backward.places, inputs[NUM_OPERANDS:], strict=False):
+            for place, tensor in zip(self.places, inputs[NUM_OPERANDS:], strict=False):
                 tables[place] = tensor
             backward_inputs = backward_inputs._replace(tables=tuple(tables))
         return backward_inputs, forward
@@ -341,14 +318,14 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     """Return the result with its arrays in torch's graph. If no input needs a gradient, return it unchanged."""
     if not needs_gradients(problem):
         return result
-    attacher = GraphAttacher.of(problem, (), kernel, threads)
-    sinks = () if attacher.backward.wants_sinks else problem.sinks
+    passes = GraphPasses.of_call(problem, (), kernel, threads)
+    sinks = () if passes.wants_sinks else problem.sinks
     constants = replace(problem, query=None, key=None, value=None, sinks=sinks)  # it keeps no saved tensor alive
     results, own_lse = tuple(flatten_result(problem.see, result)), None
     if not problem.see:  # a checkpoint may repeat this call as a cached one, which must save as many tensors
         results, own_lse = results[:1], results[1]
     seed = problem.seed if problem.dropout else None
-    call = GraphCall(attacher, constants, seed, own_lse, plan=plan)
+    call = GraphCall(passes, constants, seed, own_lse, plan=plan)
     attached = connect(call, results, *trainable_inputs(problem)[0])
     joined = build_result(problem.see, attached if own_lse is None else (*attached, own_lse))
     return replace(result, output=joined.output, lse=joined.lse, seen=joined.seen)

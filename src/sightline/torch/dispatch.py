@@ -27,7 +27,7 @@ from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
 from ..statistics.dispatch import formulas_of
 from . import gpu_entries, operator
-from .autograd import GraphAttacher, attach_to_graph, needs_gradients
+from .autograd import GraphPasses, attach_to_graph, needs_gradients
 from .derivatives import Derivative, apply
 from .fused import Fused
 from .interception import INTERCEPTIONS, is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
@@ -149,13 +149,10 @@ def _run_eager(
     if request is not None:
         formulas = options.mask, options.score, *formulas_of(options.see or ())
         is_launched = result.recorded_call is not None  # by Triton
-        kind = gpu_entries.GpuAttacher if is_launched else GraphAttacher
-        attach = kind.of(problem, formulas, kernel, threads) if needs_gradients(problem) else None
-        if attach is None or attach.reads(request, caller_inputs, problem):
-            if is_launched:
-                gpu_entries.insert(request, formulas, problem, result, attach)
-            else:
-                call_cache.insert(request, formulas, caller_inputs, problem, result, attach)
+        kind, module = (gpu_entries.GpuPasses, gpu_entries) if is_launched else (GraphPasses, call_cache)
+        passes = kind.of_call(problem, formulas, kernel, threads) if needs_gradients(problem) else None
+        if passes is None or passes.reads(request, caller_inputs, problem):
+            module.insert(request, formulas, caller_inputs, problem, result, passes or call_cache.build_answer)
     return to_caller_layout(problem, result)
 
 

@@ -21,13 +21,13 @@ from ..arrays.operations import TORCH
 from ..caching import store
 from ..call import call_cache
 from ..call.backward_calls import MAX_BACKWARD_ENTRIES
-from ..call.call_cache import EntryResult, ResultBuilder, describe_statistics
+from ..call.call_cache import Entry, EntryResult, Hook, Operands, describe_statistics
 from ..call.kernel import BACKWARD_OPERANDS, Gradients, Result
 from ..call.lookup import LOOKUP, store_call
 from ..call.problem import NUM_OPERANDS, Problem
 from ..call.request import Request
 from ..formula.expression import Expression
-from .autograd import BackwardArrays, GraphAttacher, GraphCall, needs_gradients
+from .autograd import BackwardArrays, GraphCall, GraphPasses, needs_gradients
 from .operator import make_seed
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class FusedEntry(_PythonEntry):
     def __init__(self, problem: Problem) -> None:
         self.scale, self.is_grouped = problem.scale, problem.group > 1
 
-    def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor, threads: int | None) -> Any:
+    def run(self, request: Request, operands: Operands, threads: int | None) -> Any:
         """Return (output, seen) of the call."""
-        return scaled_dot_product_attention(query, key, value, scale=self.scale, enable_gqa=self.is_grouped), ()
+        return scaled_dot_product_attention(*operands, scale=self.scale, enable_gqa=self.is_grouped), ()
 
 
 class EntriesByNumbers(_PythonEntry):
@@ -66,28 +66,20 @@ class EntriesByNumbers(_PythonEntry):
     def __init__(self) -> None:
         self.calls: dict[tuple[float, ...], GpuEntry] = {}
 
-    def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor, threads: int | None) -> Any:
-        """Return (output, seen) of the call; None if the call needs the full dispatch."""
+    def run(self, request: Request, operands: Operands, threads: int | None) -> Any:
+        """Return the answer of the call; None if the call needs the full dispatch."""
         call = self.calls.get(request.numbers)
-        return None if call is None else call.run(request, query, key, value)
+        return None if call is None else call.run(request, operands)
 
 
 @dataclass
-class GpuEntry(ResultBuilder):
-    """A call of Triton kernels that lacks only its inputs. It has these parameters besides those of `ResultBuilder`.
-
-    Parameters
-    ----------
-    launches : the kernels with their arguments, without addresses and the seed
-    squeezed_axis : the axis of the heads in the results if the caller's arrays have no such axis; else None
-    """
+class GpuEntry(Entry):
+    """A cached call of Triton kernels: `launches` are the kernels with their arguments, without addresses and seed."""
 
     launches: BoundLaunches
-    squeezed_axis: int | None
 
-    def run(self, request: Request, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        operands = query, key, value
+    def run(self, request: Request, operands: Operands) -> Any:
+        """Return the answer of the call; None if the call needs the full dispatch."""
         inputs = self.launches.read_inputs(operands, request.addresses, request.tables, request.sinks)
         if inputs is None:
             return None
@@ -98,24 +90,22 @@ class GpuEntry(ResultBuilder):
         if self.squeezed_axis is not None:
             results = [array.squeeze(self.squeezed_axis) for array in results]
         output, lse, *arrays = results
-        return self.join(request, query, key, value, EntryResult(output, lse, arrays, False, seed))
+        return self.hook(self, request, operands, EntryResult(output, lse, arrays, False, seed))
 
 
-class GpuAttacher(GraphAttacher):
-    """The attacher of calls on a GPU, whose backward passes are launches of Triton kernels."""
+class GpuPasses(GraphPasses):
+    """The backward passes of calls on a GPU, which are launches of Triton kernels."""
 
-    def repeat(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
-        kernel_arrays = _kernel_inputs(call, arrays)
-        answer = None
-        if kernel_arrays is not None:
-            answer = LOOKUP.find_or_run(self.backward.entries, (), (), *kernel_arrays, *call.source.tables)
-        if kernel_arrays is None or answer is None or answer[0] is None:
+    def repeat_call(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
+        given, tables = _kernel_inputs(call, arrays), call.source.tables
+        answer = None if given is None else LOOKUP.find_or_run(self.entries, (), (), *given, *tables)
+        if given is None or answer is None or answer[0] is None:
             return None
         launches, _, _, *addresses = answer
-        inputs = launches.read_inputs(kernel_arrays, addresses, call.source.tables, None)
+        inputs = launches.read_inputs(given, addresses, tables, None)
         return None if inputs is None else launches.run(inputs, call.seed or 0)
 
-    def keep(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
+    def keep_call(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
         recorded, given = found.recorded_call, _kernel_inputs(call, arrays)
@@ -126,7 +116,7 @@ class GpuAttacher(GraphAttacher):
         expected = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
         launches = BoundLaunches.of(recorded, call.formulas, call.source.tables)
         if launches is not None and addresses[: len(expected)] == expected:
-            store(self.backward.entries, (layouts, ()), launches, MAX_BACKWARD_ENTRIES)
+            store(self.entries, (layouts, ()), launches, MAX_BACKWARD_ENTRIES)
 
 
 def _kernel_inputs(call: GraphCall, arrays: BackwardArrays) -> tuple[Any, ...] | None:
@@ -141,15 +131,16 @@ def _kernel_inputs(call: GraphCall, arrays: BackwardArrays) -> tuple[Any, ...] |
 def insert(
     request: Request,
     formulas: Sequence[Expression | None],
+    operands: Operands,
     problem: Problem,
     result: Result,
-    attach: GraphAttacher | None,
+    hook: Hook,
 ) -> None:
     """Store a call of Triton kernels, if its launches can be repeated. The parameters are as in `call_cache.insert`."""
     from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-    operands = problem.query, problem.key, problem.value
-    if any(x.data_ptr() != y for x, y in zip(operands, request.addresses, strict=False)):
+    read = problem.query, problem.key, problem.value
+    if any(x.data_ptr() != y for x, y in zip(read, request.addresses, strict=False)):
         return
     launches = BoundLaunches.of(result.recorded_call, formulas, request.tables)
     if launches is None:
@@ -160,13 +151,13 @@ def insert(
     if not isinstance(variants, EntriesByNumbers) or len(variants.calls) >= MAX_CALLS_BY_NUMBERS:
         variants = EntriesByNumbers()
         store_call(call_cache.calls, request.key, variants)
-    variants.calls[request.numbers] = GpuEntry(TORCH, statistics, attach, launches, squeezed_axis)
+    variants.calls[request.numbers] = GpuEntry(TORCH, statistics, squeezed_axis, hook, launches)
 
 
-def insert_fused(request: Request, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:
+def insert_fused(request: Request, operands: Operands, problem: Problem) -> None:
     """Store a call that torch's own kernels served, if it needs no gradients and the arrays were passed unchanged."""
-    operands = problem.query, problem.key, problem.value
+    read = problem.query, problem.key, problem.value
     # on AMD GPUs `fused.Fused.run` changes key and value
-    is_unchanged = all(x is y for x, y in zip(operands, inputs, strict=True)) and problem.query.ndim == NUM_AXES
+    is_unchanged = all(x is y for x, y in zip(read, operands, strict=True)) and problem.query.ndim == NUM_AXES
     if is_unchanged and not needs_gradients(problem) and torch.version.hip is None:
         store_call(call_cache.calls, request.key, FusedEntry(problem))
