@@ -203,8 +203,7 @@ class BackwardPasses:
         if gradients is None:
             found, formulas = dispatch()
             self.keep(found, given, formulas, forward)
-            gradients = [found.query, found.key, found.value, *[found.tables[slot] for slot in self.slots]]
-            gradients += [found.sinks] * self.wants_sinks
+            gradients = found.flatten(self.slots, self.wants_sinks)
         return gradients
 
     def repeat(self, given: BackwardInputs | None, forward: ForwardPass) -> list[Any] | None:

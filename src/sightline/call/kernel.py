@@ -79,6 +79,10 @@ class Gradients:
     bound_output: Any = None
     recorded_call: Any = None
 
+    def flatten(self, tables: Sequence[int], has_sinks: bool) -> list[Any]:
+        """Return the gradients of query, key, value, the tables with these indices, and the sinks if there are any."""
+        return [self.query, self.key, self.value, *[self.tables[table] for table in tables], *[self.sinks] * has_sinks]
+
 
 class GivenGradients(NamedTuple):
     """The gradients of the results of a call, and what else `Kernel.backward` needs besides the problem.

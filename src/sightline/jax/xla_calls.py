@@ -120,7 +120,8 @@ class XlaForward(XlaCall):
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
-        operands, (tables, sinks, seed) = inputs[:NUM_OPERANDS], inputs[NUM_OPERANDS:]
+        query, key, value, tables, sinks, seed = inputs
+        operands = query, key, value
         setting = machine_setting()
         structure = CallStructure((setting,), (False, False), self.spec.has_sinks, self.spec, None)
         given = Request(structure, None, None, self.see, tuple(tables), self.numbers, sinks, seed)

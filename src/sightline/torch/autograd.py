@@ -102,7 +102,7 @@ def _differentiate(call: GraphCall, arrays: BackwardArrays) -> list[Tensor]:
         )
     if d_operands.bound_call is not None or d_operands.recorded_call is not None:
         passes.keep_call(d_operands, call, arrays)
-    return operator.flatten_gradients(problem, d_operands, tables)
+    return d_operands.flatten(tables, passes.wants_sinks)
 
 
 def _differentiate_by_operator(call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor]:

@@ -212,7 +212,7 @@ def apply_chain_rule(
     table_indices = [slots[table] for table in wanted_tables]
     plan = None if saved is None else make_plan(problem, spec.kernel)
     found = differentiate_results(problem, plan, d_results, saved, table_indices, spec.threads)
-    return flatten_gradients(problem, found, table_indices)
+    return found.flatten(table_indices, problem.sinks is not None)
 
 
 def differentiate_results(
@@ -237,9 +237,3 @@ def differentiate_results(
     if plan is None or saved is None:
         return streaming.backward(problem, d_output, d_lse, d_seen)
     return differentiate(problem, plan, d_output, d_lse, d_seen, saved, table_indices, threads, saved_arrays)
-
-
-def flatten_gradients(problem: Problem, found: Gradients, table_indices: Sequence[int]) -> list[Tensor]:
-    """Return the gradients of query, key, value, the tables at `table_indices`, and the sinks."""
-    tables = [found.tables[index] for index in table_indices]
-    return [found.query, found.key, found.value, *tables, *([] if problem.sinks is None else [found.sinks])]
