@@ -79,7 +79,7 @@ def answer(request: Request, operands: Operands, threads: int | None) -> tuple[A
     else:
         _mark_as_used(calls, request.key)
     if entry is not None and not LOOKUP.is_generated:
-        LOOKUP.generate(entry.make_find_or_run)
+        LOOKUP.generate()
     if results is not None:
         result = entry.finish(request, operands, results, threads)
     else:
@@ -245,11 +245,6 @@ class ForwardEntry(Entry):
     make_makers: Callable[[tuple[int, ...], bool], list[Callable[[], Any]]]
     needs_lse: bool
     has_dropout: bool
-
-    @property
-    def make_find_or_run(self) -> Callable[..., Any]:
-        """The function that makes `LOOKUP.find_or_run`."""
-        return self.prepared.make_find_or_run
 
     @cached_property
     def returns_results(self) -> bool:

@@ -29,8 +29,11 @@ class CallLookup:
     ----------
     find_or_run : function that the module's docstring describes
     tensors : how tensors of torch are read
+    make_find_or_run : function (tensors) that returns the generated `find_or_run`, or None; `sightline.cpu` sets it
     is_generated : False until `generate` was called
     """
+
+    make_find_or_run: Callable[[Tensors], Callable[..., Any] | None]
 
     def __init__(self) -> None:
         self.serve_tensors(NO_TENSORS)
@@ -40,9 +43,9 @@ class CallLookup:
         self.tensors, self.is_generated = tensors, False
         self.find_or_run: Callable[..., Any] = self.find_in_python
 
-    def generate(self, make_find_or_run: Callable[[Tensors], Callable[..., Any] | None]) -> None:
-        """From now on, read arrays and run direct calls by a generated function. None stands for no such function."""
-        self.find_or_run = make_find_or_run(self.tensors) or self.find_or_run
+    def generate(self) -> None:
+        """From now on, read arrays and run direct calls by a generated function, if there is one."""
+        self.find_or_run = self.make_find_or_run(self.tensors) or self.find_or_run
         self.is_generated = True
 
     def read_arrays(self, *arrays: Any) -> tuple[Any, ...] | None:

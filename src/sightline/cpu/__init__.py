@@ -6,7 +6,9 @@ import importlib.util
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from ..arrays.layouts import Tensors
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents, refuse_no_pairs, refuse_sizes
+from ..call.lookup import LOOKUP
 from ..call.problem import Problem
 from ..statistics import Statistic, TopK, unwrap_mean
 from ..statistics.dispatch import computed_statistic, is_fused
@@ -84,3 +86,12 @@ class Cpu(Kernel):
         from .launch.tangent import tangent
 
         return tangent(problem, tangents, saved, threads, self.processor)
+
+
+def _make_find_or_run(tensors: Tensors) -> Any:
+    from .calls.python_functions import make_find_or_run
+
+    return make_find_or_run(tensors)
+
+
+LOOKUP.make_find_or_run = _make_find_or_run

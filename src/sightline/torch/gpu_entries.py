@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
-from ..arrays.layouts import Tensors
 from ..arrays.operations import TORCH
 from ..caching import store
 from ..call import call_cache
@@ -37,20 +36,10 @@ NUM_AXES = 4  # of query, key and value, as torch's own kernels take them
 MAX_CALLS_BY_NUMBERS = 64  # calls that differ only in the numbers of their formulas: each has kernels of its own
 
 
-class _PythonEntry:
-    """An entry of the call cache that no generated code can run; see `cpu.calls.direct_call`."""
-
-    prepared = None
-
-    @staticmethod
-    def make_find_or_run(tensors: Tensors) -> Any:
-        from ..cpu.calls.python_functions import make_find_or_run  # loads llvmlite
-
-        return make_find_or_run(tensors)
-
-
-class FusedEntry(_PythonEntry):
+class FusedEntry:
     """A call that torch's own kernels serve; see `fused`."""
+
+    prepared = None  # no generated code can run it; see `cpu.calls.direct_call`
 
     def __init__(self, problem: Problem) -> None:
         self.scale, self.is_grouped = problem.scale, problem.group > 1
@@ -60,8 +49,10 @@ class FusedEntry(_PythonEntry):
         return scaled_dot_product_attention(*operands, scale=self.scale, enable_gqa=self.is_grouped), ()
 
 
-class EntriesByNumbers(_PythonEntry):
+class EntriesByNumbers:
     """The calls that differ only in the numbers of their formulas, such as the width of a window, by these numbers."""
+
+    prepared = None  # as in `FusedEntry`
 
     def __init__(self) -> None:
         self.calls: dict[tuple[float, ...], GpuEntry] = {}

@@ -18,7 +18,7 @@ from ...arrays.layouts import addresses_of
 from ...arrays.operations import numpy_address
 from ..calls.launch_record import FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT, UNCHANGED, Direct, LaunchRecord
 from ..calls.launcher import FAILED, SHORT
-from ..calls.python_functions import launcher, make_find_or_run
+from ..calls.python_functions import launcher
 from ..codegen.abi import call_words, signed_word
 from .arguments import convert_sinks
 
@@ -70,8 +70,6 @@ class PreparedCall:
         self.records: list[LaunchRecord] = []
         self.direct: Direct | None = None
         self.can_be_direct = can_be_direct and not self.has_converters
-
-    make_find_or_run = staticmethod(make_find_or_run)  # the function of `call.lookup`, which runs direct calls
 
     def copy(self, num_keys: int) -> PreparedCall:
         """Return a copy of the call for `num_keys` keys, which has the same records."""
