@@ -14,8 +14,8 @@ import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
 from sightline.call.options import Options
 from sightline.call.problem import make_problem, parse
-from sightline.call.spec import to_text
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
+from sightline.formula.expression import to_text
 from sightline.formula.tables import Table
 from sightline.reference.accuracy import compute_baseline, dense_attention, gradient_term_sizes
 from sightline.reference.definition import compute_stages

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..arrays.operations import is_compiling
-from ..formula.expression import Expression, parse_text, write_text
+from ..formula.expression import Expression, parse_text, to_text
 from ..formula.tables import Table
 from ..statistics import Lse, Statistic, arrays_of, deserialize
 from .kernel import Result, Tangents
@@ -169,13 +168,6 @@ class CallSpec(NamedTuple):
         """Return the indices of query, key, value, these of the tables, and the sinks in the list."""
         sinks = [self.table_places.stop] if self.has_sinks else []
         return [*range(NUM_OPERANDS), *[NUM_OPERANDS + table for table in tables], *sinks]
-
-
-def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
-    """Return `formula.text` and `formula.tables`; a formula that torch.compile traces does not store them."""
-    if formula is None:
-        return "", []
-    return write_text(formula) if is_compiling() else (formula.text, list(formula.tables))
 
 
 def _text_writer(tables: list[Table]) -> Callable[[Expression], str]:

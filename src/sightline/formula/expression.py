@@ -438,6 +438,13 @@ def write_text(formula: Expression) -> tuple[str, list[Table]]:
     return "[" + ",".join(lines) + "]", tables
 
 
+def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
+    """Return `formula.text` and `formula.tables`; a formula that torch.compile traces does not store them."""
+    if formula is None:
+        return "", []
+    return write_text(formula) if is_compiling() else (formula.text, list(formula.tables))
+
+
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:
     """Return the formula that has this `Expression.text`. It reads `tables`, in the order of `Expression.tables`."""
     return from_records(json.loads(text), tables)

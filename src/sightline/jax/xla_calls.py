@@ -121,17 +121,16 @@ class XlaForward(XlaCall):
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
         query, key, value, tables, sinks, seed = inputs
-        operands = query, key, value
-        setting = machine_setting()
-        structure = CallStructure((setting,), (False, False), self.spec.has_sinks, self.spec, None)
+        operands, spec, setting = (query, key, value), self.spec, machine_setting()
+        structure = CallStructure((setting,), (False, False), spec.has_sinks, spec, None)
         given = Request(structure, None, None, self.see, tuple(tables), self.numbers, sinks, seed)
-        answer, request = call_cache.answer(given, operands, self.spec.threads)
+        answer, request = call_cache.answer(given, operands, spec.threads)
         if answer is not None:
             self.prepared[setting], result = answer
         else:
-            formulas = self.spec.formulas(tables)
+            formulas = spec.formulas(tables)
             problem = self.make_problem(inputs, formulas)
-            result = make_plan(problem, self.spec.kernel).kernel.run(problem, self.spec.threads)
+            result = make_plan(problem, spec.kernel).kernel.run(problem, spec.threads)
             if request is not None and has_cached_kinds(self.see):
                 read = *formulas, *formulas_of(problem.see)
                 call_cache.insert(request, read, operands, problem, result, _build_result)
