@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arrays.operations import NUMPY, Framework, framework, has_heads_in_rows
+from ..arrays.operations import NUMPY, Framework, has_heads_in_rows
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -255,17 +255,11 @@ class ForwardEntry(Entry):
 
     def run(self, request: Request, operands: Operands, threads: int | None) -> Any:
         """Return the answer of the call; None if the call needs the full dispatch."""
-        seed = request.seed
-        if self.has_dropout and seed is None and self.framework.draw_seed is not None:
+        seed = request.seed if self.has_dropout else 0
+        if seed is None and self.framework.draw_seed is not None:
             seed = self.framework.draw_seed()
         status, results = self.prepared.run(
-            request.addresses,
-            request.tables,
-            request.numbers,
-            threads,
-            operands,
-            sinks=request.sinks,
-            seed=seed if self.has_dropout and seed else 0,
+            request.addresses, request.tables, request.numbers, threads, operands, sinks=request.sinks, seed=seed or 0
         )
         if status is None or (status and self.statistics):
             return None
@@ -339,7 +333,7 @@ def insert(
     problem, result : the problem that was made from the formulas, and its result
     hook : see `Entry`
     """
-    bound_call, library = result.bound_call, framework(operands[0])
+    bound_call, library = result.bound_call, problem.framework
     if bound_call is None or bound_call.first_operands != request.addresses[:NUM_OPERANDS]:
         return
     structure = structure_of(*formulas)

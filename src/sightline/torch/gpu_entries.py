@@ -131,7 +131,7 @@ def insert(
     from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
     read = problem.query, problem.key, problem.value
-    if any(x.data_ptr() != y for x, y in zip(read, request.addresses, strict=False)):
+    if any(x.data_ptr() != y.data_ptr() for x, y in zip(read, operands, strict=True)):
         return
     launches = BoundLaunches.of(result.recorded_call, formulas, request.tables)
     if launches is None:
