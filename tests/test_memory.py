@@ -31,6 +31,7 @@ def extra_bytes(program=PROGRAM, batch=1, heads=1, mask="None", see="[]", d=16, 
     return int(result.stdout)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(
     ("kernel", "mask"),
     [
@@ -45,6 +46,7 @@ def test_peak_memory(kernel, mask):
     assert extra_bytes(kernel=kernel, mask=mask) < LIMIT
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "see", ['weights().mean("heads")', 'weights().sum("heads", weights=np.arange(32.0))', 'weights().mean("batch")']
 )

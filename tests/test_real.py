@@ -24,11 +24,13 @@ def problem_of(text, layer, **options):
     return make_problem(layer.query, layer.key, layer.value, mask=padding(text.lengths), see=[weights()], **options)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_kernels_conform_on_real_activations(layer, kernel):
     assert_conforms(kernel.run, problem_of(*layer))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_kernels_agree_with_the_model(layer, kernel):
     """With the model's results as oracle: the difference is at most that of the plain float32 computation."""

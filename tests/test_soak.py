@@ -25,6 +25,7 @@ def with_guards(seed, count, past=0):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.wide
 @linux
 @pytest.mark.parametrize(
     ("seed", "count"), [(0, 3), *(pytest.param(seed, 250, marks=pytest.mark.soak) for seed in range(1, 9))]

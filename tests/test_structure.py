@@ -166,27 +166,6 @@ def test_no_two_classes_share_a_public_name(tmp_path):
     assert shared_class_names(folder) == {"A"}
 
 
-def rows_without_tests(rows, folder):
-    """Return the rows of `WIDE` whose file does not exist, or does not define the function."""
-    found = []
-    for row in rows:
-        path, _, name = row.partition("::")
-        text = (folder / path).read_text(encoding="utf-8") if (folder / path).exists() else ""
-        if not re.search(rf"^def {name.partition('[')[0]}\(" if name else "^def test_", text, re.MULTILINE):
-            found.append(row)
-    return found
-
-
-def test_every_row_of_wide_tests_names_tests(tmp_path):
-    """A row with an old name would leave long tests in `make test`."""
-    tree = ast.parse((TESTS / "conftest.py").read_text(encoding="utf-8"))
-    (wide,) = (x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "WIDE")
-    assert rows_without_tests(ast.literal_eval(wide), TESTS) == []
-    package(tmp_path / "planted", test_one="def test_a(x):\n    pass\n")
-    gone = ["test_one.py::test_", "test_two.py", "test_one.py::test_b[x]"]
-    assert rows_without_tests(["test_one.py", "test_one.py::test_a[x]", *gone], tmp_path / "planted") == gone
-
-
 def test_dir_shows_the_public_names_and_the_submodules():
     """The submodules are loaded when they are accessed; completion offers them all the same."""
     functions = """

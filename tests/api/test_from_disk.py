@@ -93,6 +93,7 @@ SEE = [sightline.entropy(), sightline.mass(i - j < 9), sightline.max_score(), si
 SEE += [sightline.sum(sightline.p * (i - j), over=j)]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_window_with_sinks_and_documents(dtype, small_blocks, tmp_path):
     dtype = sightline.arrays.operations.resolve_dtype(np, dtype)
@@ -337,6 +338,7 @@ def anonymous_bytes(folder, limit):
     return int(subprocess.run([sys.executable, "-c", program, folder], capture_output=True, check=True).stdout)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 def test_anonymous_memory_stays_within_the_limit(tmp_path):
     """A limit that all keys and values fit into is used, so the measurement finds what a call holds."""

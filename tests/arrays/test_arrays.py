@@ -59,6 +59,7 @@ def test_tables_of_the_cpu_kernels_repeat_as_before(dtype):
     np.testing.assert_array_equal(found[-1, 0], row.astype(found.dtype))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "float64", "bfloat16 of torch"])
 def test_attention_with_a_mask_or_bias_that_repeats(dtype, rng):
     """A full copy of the array would take 1 to 8 TB. `window` makes almost all tiles empty."""

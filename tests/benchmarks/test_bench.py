@@ -45,6 +45,7 @@ def results_of(contender, problem, inputs=None):
 # -- the problems ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_small_versions_are_right(name):
     """Every variant of Sightline that is timed stays within the budget of rounding errors."""
@@ -54,6 +55,7 @@ def test_small_versions_are_right(name):
             assert error_of(*results_of(contender, problem)) <= 1
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_installed_peers_are_right(peer):
     """Plain, causal, windowed and training problems; FlexAttention takes too long to compile and is skipped."""
@@ -189,6 +191,7 @@ def test_wrong_results_are_found(fault):
     assert not error_of(problem, inputs, FAULTS[fault](results)) <= 1
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", [name for name, problem in ATTENTION.items() if name.startswith("see ")])
 def test_wrong_statistics_are_found(name):
     """The check finds values of one head with a relative error of 1e-4, and keys of another row."""
@@ -264,6 +267,7 @@ def test_the_list_has_every_problem(capsys):
     assert "torch: at least 1.35 times Sightline's time" in out
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("fast_peaks")
 def test_a_quick_run(capsys, tmp_path):
     path = tmp_path / "deep" / "bench.json"

@@ -15,6 +15,8 @@ from benchmarks.cuda_problems import TOKENS, WITHOUT_STATISTICS
 from benchmarks.measure import measure
 from fake_cuda import Runtime
 
+pytestmark = pytest.mark.sampled(one_in=4)
+
 ON_CPU = {
     problem.name: replace(
         problem,

@@ -20,6 +20,7 @@ def share_of(problem, contender, inputs):
     return changed.error(contender.prepare(changed, inputs, 2), inputs)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_contenders_are_right(kind):
     """torch's dropout draws its own weights and is not checked."""

@@ -31,6 +31,7 @@ SEE = {
 }
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", SEE)
 def test_gradients_of_statistics_in_any_order(rng, name, monkeypatch):
     see, pick = SEE[name]

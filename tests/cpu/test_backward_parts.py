@@ -50,6 +50,7 @@ def case(mask, dtype=np.float32, **options):
     return Case(*arrays, {"mask": mask} | options)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients_are_those_of_the_whole(name, framework, small_parts):
@@ -130,6 +131,7 @@ print(*map(extra, (1 << 16, 1 << 17)))
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 def test_the_memory_of_the_backward_pass_is_constant():
     """glibc keeps freed memory of some megabytes for later calls, unless a fixed threshold forbids it."""

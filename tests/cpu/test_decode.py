@@ -53,6 +53,7 @@ def arrays(dtype, lead=(2,), H=8, G=2, n=1, m=1100, d_k=64, d_v=64, seed=0):
 EXAMPLES = 4  # per dtype
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype, taken):
     @settings(max_examples=EXAMPLES)
@@ -124,6 +125,7 @@ def test_the_same_bits_for_any_number_of_threads(dtype, taken):
     assert taken == [True] * 4
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("G", "group", "n"), [(5, 1, 1), (7, 3, 1), (13, 5, 1), (9, 1, 3), (3, 33, 1)])
 def test_heads_that_are_neighbours_in_memory_share_an_item(dtype, G, group, n, taken):
@@ -140,6 +142,7 @@ def test_heads_that_are_neighbours_in_memory_share_an_item(dtype, G, group, n, t
     assert taken == [True] * 4
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_that_no_row_sees_are_not_read(dtype, taken):
     q, k, v = arrays(dtype)
@@ -148,6 +151,7 @@ def test_keys_that_no_row_sees_are_not_read(dtype, taken):
     assert taken == [True]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_that_one_row_sees_is_the_forward_kernels(dtype, taken):
     q, k, v = arrays(dtype)

@@ -269,6 +269,7 @@ def test_a_failed_allocation_is_an_error(rng):
             assert direct.count == 1
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("convert", [np.asarray, to_torch])
 def test_references_are_balanced(rng, convert):
     given, see = [convert(x) for x in arrays(rng)], [sightline.entropy(), sightline.lse()]

@@ -70,6 +70,7 @@ def processor(request):
 # -- whole problems ------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", SERVED)
 def test_drawn_problems(processor, dtype, times):
@@ -104,6 +105,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(
     "shift", [0, *(pytest.param(shift, marks=pytest.mark.soak) for shift in range(1, len(SERVED)))]
@@ -116,6 +118,7 @@ def test_named_problems(processor, name, shift, request):
     assert_conforms(Cpu(processor).run, make_problem(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
 
 
+@pytest.mark.sampled(one_in=4)
 def test_the_weights_pass(processor):
     shapes, options = PROBLEMS["shared heads, causal"]
     check_everything(make_problem(*arrays(dtype="float32", **shapes), **options), processor=processor)
@@ -183,6 +186,7 @@ SUPERSETS = {
 WIDEST = {"avx512": r"%zmm31", "avx2": r"%ymm15", "sse2": r"%xmm15", "neon": r"v31\.4s"}
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", SERVED)
 @pytest.mark.parametrize("name", machine_names())
 def test_kernels_keep_to_their_machine(name, dtype):
@@ -190,6 +194,7 @@ def test_kernels_keep_to_their_machine(name, dtype):
     assert not (found := re.search(FOREIGN[name], assembly(named_machine(name), dtype, **options))), found
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "statistic", [received(), pooled(2, 2), TopK(5), weights(), Mean(weights(), True, False, (0.5,))], ids=repr
 )
@@ -205,6 +210,7 @@ def test_foreign_instructions_would_be_found(name, superset):
     assert re.search(FOREIGN[name], assembly(superset, "float32", score=np.floor(s)))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", machine_names())
 def test_kernels_use_what_their_machine_has(name):
     text = assembly(named_machine(name), "float32")
@@ -229,6 +235,7 @@ def innermost_loops(text):
     return list(loops.values())
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", machine_names())
 def test_sums_of_products_stay_in_registers(name, dtype):

@@ -39,6 +39,7 @@ def test_rates_are_measured():
     assert all(1e8 < rate < 1e13 for rate in rates)
 
 
+@pytest.mark.sampled(one_in=4)
 @needs_dot
 @pytest.mark.parametrize("queries", [1, 70])
 def test_problems_of_a_processor_with_slow_dot_products(queries, rng, monkeypatch):

@@ -55,6 +55,7 @@ def draw(layout, dtype=np.float32):
     return [LAYOUTS[layout](rng.normal(size=shape).astype(dtype)) for shape in shapes]
 
 
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("formula", FORMULAS)
@@ -76,6 +77,7 @@ def test_statistics_beside_integers_of_64_bits(machine, monkeypatch):
     check_statistics(Cpu().run, problem)
 
 
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("formula", FORMULAS)

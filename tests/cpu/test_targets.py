@@ -133,6 +133,7 @@ def allowed_symbols(triple):
     return STANDARD | own | (LINKED if SYSTEMS[triple][0] == "COFF" else set())
 
 
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(("triple", "name"), TARGETS)
 def test_kernels_are_compiled_for_every_system(triple, name):
     machine = machine_of(triple, name)
@@ -218,6 +219,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_of_another_system_conform(foreign, name, dtype):

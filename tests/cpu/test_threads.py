@@ -263,6 +263,7 @@ print(fine, thread_team._openmp_team() is not None)
 """
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 @hosts
 def test_a_fork_calls_and_so_does_its_parent(before):
@@ -304,6 +305,7 @@ for attempt in range(3):
 """
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 @hosts
 def test_calls_work_after_an_interrupted_call(before):
@@ -329,6 +331,7 @@ threading.Thread(target=lambda: (time.sleep(0.5), print("last thread", right(), 
 """
 
 
+@pytest.mark.sampled(one_in=3)
 @hosts
 def test_calls_as_the_interpreter_ends(before):
     assert said(program(END, before)) == ["True", "last thread True", "at exit True"]

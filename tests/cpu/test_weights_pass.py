@@ -26,6 +26,7 @@ STATISTICS = ("received", "pooled", "top_k", "weights")
 EXAMPLES = [10, pytest.param(400, marks=pytest.mark.soak)]  # the number of drawn problems of each dtype
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype, examples):
@@ -67,6 +68,7 @@ def requests(draw, problem):
     return draw(st.lists(st.one_of(kinds), min_size=2, max_size=4))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems_with_several_statistics(dtype, examples):
@@ -90,6 +92,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_named_problems(name):
     """The statistics are computed from the forward kernel's lse."""
@@ -98,6 +101,7 @@ def test_named_problems(name):
     check_everything(problem, lse=Cpu().run(problem).lse)
 
 
+@pytest.mark.wide
 def test_wide_heads():
     check_everything(make_problem(*arrays((1, 4, 33, 576), "bfloat16", d_v=512, groups=1, m=201), mask=i + 170 >= j))
 

@@ -116,6 +116,7 @@ def test_a_formula_alone_takes_the_leading_axes_for_the_batch(rng):
     assert dense(whole).show(N, M, batch=5, head=1).cells(N, M).tolist() == whole[1, 2, 1].tolist()
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("kernel", ["cpu", "streaming"])
 @pytest.mark.parametrize("leading", LEADING[:4])
 def test_gradients_of_an_array_with_leading_axes(arrays, rng, kernel, leading):

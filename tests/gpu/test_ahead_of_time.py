@@ -89,6 +89,7 @@ def is_quick(case):
     return (case.work, case.dtype, case.width) == ("forward", "bfloat16", 64)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if is_quick(case) else pytest.mark.soak) for case in CASES], ids=str
 )
@@ -148,6 +149,7 @@ def test_a_kernel_that_exceeds_shared_memory_raises(monkeypatch):
         compile_kernels(forward_launch(stages=1).launch, "sm_80")
 
 
+@pytest.mark.wide
 def test_stages_are_reduced_to_fit_shared_memory_and_only_the_last_kernel_is_returned(monkeypatch):
     (large,), (small,) = (compile_kernels(forward_launch(stages).launch, "sm_80") for stages in (4, 2))
     assert large.shared > small.shared

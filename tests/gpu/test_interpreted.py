@@ -26,7 +26,13 @@ def run(files, *options, **variables):
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=() if file.stem == "test_gpu_faults" else pytest.mark.wide)
+        for file in FILES
+    ],
+)
 def test_interpreted(file, pytestconfig):
     rules = pytestconfig.getoption("pythonwarnings") or ()
     run([file], *(f"-W{rule}" for rule in rules), TRITON_INTERPRET="1")

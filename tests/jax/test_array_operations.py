@@ -21,6 +21,8 @@ from sightline.jax import array_operations, dispatch
 from sightline.testing import assert_conforms
 from strategies import cases
 
+pytestmark = pytest.mark.wide
+
 B, H, N, D = 2, 3, 9, 8
 STATISTICS = {
     "entropy": sightline.entropy(),

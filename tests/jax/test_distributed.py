@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.wide
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 GROUPS = {
     "results": ("results", "statistics", "ties", "hidden", "errors", "transfers"),

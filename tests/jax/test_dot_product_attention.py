@@ -86,6 +86,7 @@ def by_position(*arrays):
 # -- the definition ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", CASES)
 def test_results_conform_to_the_definition(operands, name):
     def run(problem):

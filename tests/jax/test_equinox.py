@@ -41,6 +41,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("no mask", "a formula") else pytest.mark.soak) for name in MASKS]
 )
@@ -109,6 +110,7 @@ class Model(equinox.Module):
         return jax.vmap(self.last)(x + self.attention(x, x, x, mask=mask))
 
 
+@pytest.mark.wide
 def test_a_model_trains_as_with_equinox():
     inputs, targets = make_task()
     losses = []

@@ -97,6 +97,7 @@ def test_dropout_is_that_of_a_seed_from_the_key(rng, key):
 # -- the layers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("options", [{}, {"mask": CAUSAL}, {"sow_weights": True}], ids=str)
 def test_a_layer_of_linen(inputs, options):
     ours, theirs = linen_layers()
@@ -109,6 +110,7 @@ def test_a_layer_of_linen(inputs, options):
     assert bool(found[1]) == ("sow_weights" in options)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("options", [{}, {"mask": CAUSAL}, {"is_causal": True}, {"sow_weights": True}], ids=str)
 def test_a_layer_of_nnx(inputs, options):
     apply = nnx.capture(lambda layer: layer(inputs, **options), nnx.Intermediate)
@@ -194,6 +196,7 @@ class LinenModel(linen.Module):
         return linen.Dense(VOCABULARY)(x)
 
 
+@pytest.mark.wide
 def test_a_model_of_linen_trains_as_with_flax():
     inputs, targets = make_task()
     masks = {dot_product_attention: i >= j, linen.dot_product_attention: linen.make_causal_mask(targets)}

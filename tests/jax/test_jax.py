@@ -31,6 +31,8 @@ from sightline.reference.definition import compute_stages
 from sightline.testing import assert_within_budget
 from strategies import to_torch
 
+pytestmark = pytest.mark.sampled(one_in=4)
+
 B, H, N, D = 2, 4, 20, 8
 SHAPE = (B, H, N, D)
 FAILED = jax.errors.JaxRuntimeError, ValueError  # what JAX raises for an error of a custom call

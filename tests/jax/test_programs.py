@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.wide
+
 CACHED = """
 import sys
 import jax, numpy as np

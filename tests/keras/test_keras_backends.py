@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    find_spec("keras") is None or os.environ["KERAS_BACKEND"] != "torch", reason="starts the tests on other backends"
-)
+ON_OTHER_BACKENDS = find_spec("keras") is None or os.environ["KERAS_BACKEND"] != "torch"
+pytestmark = [pytest.mark.wide, pytest.mark.skipif(ON_OTHER_BACKENDS, reason="starts the tests on other backends")]
 SELECTED = "(gradients_equal_those_of_keras and all) or hidden_nan or weights_then_output or keras_weights"
 
 

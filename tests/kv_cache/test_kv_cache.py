@@ -55,6 +55,7 @@ def decode(cache, query, key, value, steps=STEPS, **options):
 # -- decoding loops ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_loop_gives_the_rows_of_causal_attention(rng, dtype, kind):
@@ -536,6 +537,7 @@ def test_autocast_casts_the_query_to_the_cache(rng):
         decode(cache, *whole)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_compiled_loop_gives_the_same_outputs(rng, dtype):
     """Append and attention in a compiled function, whose graph breaks there, after calls that are direct."""

@@ -33,6 +33,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
@@ -52,6 +53,7 @@ def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
         assert np.array_equal(to_numpy(sightline.attention(to_torch(query), tensors, **options)), output)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("count", [1, 150])
 @pytest.mark.parametrize("query_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
@@ -89,6 +91,7 @@ STATISTICS = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("count", [1, 70])
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
@@ -104,6 +107,7 @@ def test_statistics_are_those_of_the_stored_numbers(rng, dtype, statistic, count
         assert np.allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("count", [1, 3, 150])
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_every_number_of_threads_gives_the_same_bits(rng, dtype, count):
@@ -118,6 +122,7 @@ def test_every_number_of_threads_gives_the_same_bits(rng, dtype, count):
         assert np.array_equal(received, results[0][1][0])
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_gradients_of_the_query(rng, dtype):
     query, key, value = random_arrays(rng, (64, 33), kind="torch")

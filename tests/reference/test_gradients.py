@@ -17,6 +17,8 @@ from sightline.reference.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype):

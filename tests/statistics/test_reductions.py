@@ -172,6 +172,7 @@ def check_torch(seed: int, dtype: str = "float64", kernel: str | None = None) ->
     check_gradients(drawn, found, gradients, tolerance)
 
 
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("kernel", [None, "streaming"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("first", range(0, 120, 10))

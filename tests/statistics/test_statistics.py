@@ -37,6 +37,7 @@ streaming = sys.modules["sightline.reference.streaming"]
 EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # examples per dtype; most examples of "cpu" compile a kernel
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_drawn_problems(kernel, dtype):
@@ -123,6 +124,7 @@ def statistic_function(name, kernel=None):
     return call
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_equal_finite_differences(name):
     assert gradcheck(statistic_function(name, "streaming"), gradient_inputs(), fast_mode=True)
@@ -189,6 +191,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_without_graph_breaks(name):
     torch.compiler.reset()
@@ -280,11 +283,13 @@ def check_gradients(statistic, kernel="streaming"):
         assert_within_budget(answers[k], truth[k], worst, f"gradient of {name} through {statistic}", sizes[name])
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_gradients_within_budget(name):
     check_gradients(OF_WEIGHTS[name])
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ["entropy", "mass", "weights", "weighted heads"])
 def test_gradients_within_budget_by_the_generated_kernel(name):
     check_gradients(OF_WEIGHTS[name], "cpu")

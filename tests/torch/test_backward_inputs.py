@@ -126,6 +126,7 @@ CASES = [("plain", used) for used in USED]
 CASES += [(problem, used) for used in USED[-3:-1] for problem in PROBLEMS if problem != "plain"]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("problem", "used"), [*CASES, ("sinks", ("lse", "mass"))], ids=str)
 def test_gradients_of_statistics(rng, problem, used, dispatched):
     check(rng, problem, used)

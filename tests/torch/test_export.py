@@ -73,6 +73,7 @@ def test_a_layer():
         assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.wide
 def test_a_compiled_module_with_a_parameter_as_a_table():
     torch.compiler.reset()
     module = Padded()

@@ -66,6 +66,7 @@ def test_drawn_functions(seed):
 CASES = [("mask", name) for name in MASKS] + [("score", name) for name in SCORES]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(("role", "name"), CASES, ids=map(" ".join, CASES))
 def test_published_functions(role, name):
     *inputs, d_output = operands(*SHAPES.get(name, (N, N)))

@@ -36,6 +36,7 @@ def check(shapes, options, mask=None):
     torch.testing.assert_close(found, (truth, *gradients))
 
 
+@pytest.mark.wide
 @given(calls())
 @settings(max_examples=10, deadline=None)
 def test_drawn_calls_agree_with_torch(call):

@@ -17,6 +17,8 @@ from sightline.reference.accuracy import compute_baseline
 from sightline.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional
 
+pytestmark = pytest.mark.sampled(one_in=6)
+
 
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))

@@ -61,6 +61,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     ("name", "cross"), [*[(name, False) for name in PROBLEMS], ("causal", True), ("numbers of the sequence", True)]
 )

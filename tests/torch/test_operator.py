@@ -85,6 +85,7 @@ def answers(name, see=()):
 # -- values and gradients ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_output_and_statistics_equal_their_definitions(name):
     options = PROBLEMS[name](*learned(torch.float32)) | {"see": [sightline.weights(), sightline.lse()]}
@@ -96,12 +97,14 @@ def test_output_and_statistics_equal_their_definitions(name):
         assert_within_budget(found, getattr(truth, stage), getattr(rough, stage), name)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", quick_and_soak(PROBLEMS, ("blind rows", "bias", "one table twice", "sinks", "all")))
 def test_gradients_equal_finite_differences(name):
     see = [sightline.lse(), sightline.weights()] if name in ("curved", "all", "blind rows") else ()
     assert gradcheck(answers(name, see), [*arrays(batch=1), *learned()])
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ["blind rows", "one table twice", pytest.param("all", marks=pytest.mark.soak)])
 def test_gradients_of_gradients_equal_finite_differences(name):
     see = [sightline.lse(), sightline.weights()] if name == "all" else ()
@@ -314,6 +317,7 @@ def make_arguments(name, see=(), grad=True):
     return *given, *spec
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_opcheck(name):
     see = [sightline.weights(), sightline.lse()] if name == "all" else []
@@ -371,6 +375,7 @@ QUICK_CALLS = "lambda", "score lambda", "slopes", "computed bias", "statistics",
 QUICK_CALLS += ("traced slopes",)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", quick_and_soak(COMPILED, QUICK_CALLS))
 def test_calls_compile_to_one_graph(name):
     torch.compiler.reset()
@@ -445,6 +450,7 @@ CHANGING_NUMBERS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", quick_and_soak(CHANGING_NUMBERS, ["window"]))
 def test_changing_numbers_in_formulas_compile(name, dynamic):
@@ -459,6 +465,7 @@ def test_changing_numbers_in_formulas_compile(name, dynamic):
         torch.testing.assert_close(compiled(x, w), call(x, w), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "leading", [(2, 1), *[pytest.param(each, marks=pytest.mark.soak) for each in ((2, 3), (1, 3), (1, 1))]]
 )

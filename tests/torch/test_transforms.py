@@ -195,6 +195,7 @@ def test_vmap_in_chunks(calls):
     assert calls == ["attention"] * 2
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", ["lengths", "sinks"])
 def test_vmap_of_statistics(name):
     """Means over the batch and over heads are those of each element."""
@@ -403,11 +404,13 @@ def test_second_derivatives_in_traced_programs_are_refused():
         make_fx(func.grad(lambda q: func.jvp(lambda q: ours(q, key, value), (q,), (q,))[1].sum()))(query)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(("transform", "name"), pairs(SECOND, ["causal", "sinks", "slopes"]))
 def test_second_derivatives(transform, name):
     agree(SECOND[transform], name)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(("transform", "name"), pairs(MAPPED, list(PROBLEMS)))
 def test_derivatives_of_mapped_calls(transform, name):
     agree(MAPPED[transform], name, element=False)

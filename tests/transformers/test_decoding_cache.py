@@ -66,6 +66,7 @@ def assert_generates_the_same(model, inputs, with_config=False, **options):
 # -- generation ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("with_config", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_generation_is_that_of_dynamic_cache(name, with_config):
@@ -92,6 +93,7 @@ def test_other_attention_implementations_read_the_views(name, implementation):
     assert_generates_the_same(*make_decoder(name, implementation, padding), with_config=True, num_beams=2)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("drafts", ["assistant", "prompt lookup"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3"])
 def test_drafts_are_rejected_as_in_dynamic_cache(name, drafts):
@@ -220,6 +222,7 @@ def generate_beside(other, name, with_config, dtype, **options):
     return (ours - theirs).abs() / theirs.abs().max(), layers
 
 
+@pytest.mark.sampled(one_in=7)
 @pytest.mark.parametrize("way", [{"num_beams": 3, "max_new_tokens": 4}, {"prefill_chunk_size": 5}])
 @pytest.mark.parametrize("with_config", [False, True])
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("Whisper", "DeepSeek V3")])
@@ -245,6 +248,7 @@ class RoundedCache(DynamicCache):
         return super().update(*(x.to(key_states.dtype) for x in stored.dequantized()), *arguments, **options)
 
 
+@pytest.mark.sampled(one_in=7)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", ("int8", "int4")])
 @pytest.mark.parametrize("with_config", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2", "GPT-OSS", "GPT-2", "T5"])
@@ -429,6 +433,7 @@ def test_threads_continue_one_prompt():
 # -- watches -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", [None, "float32", "int8"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "T5"])
 def test_a_watch_records_the_statistics_of_dynamic_cache(name, dtype):

@@ -10,6 +10,8 @@ from sightline.api import functions
 from sightline.transformers.masks_and_biases import FormulaMask, sightline_mask
 from tiny_models import VOCABULARY, make_model
 
+pytestmark = pytest.mark.sampled(one_in=4)
+
 KEYS = 20
 ENTRIES = torch.arange(KEYS) // 6
 BLOCKS = torch.where(torch.arange(KEYS) % 7 < 3, torch.arange(KEYS) // 7, -1)

@@ -82,6 +82,7 @@ def test_tokens_and_times_are_those_of_the_eager_path(seed, heads, lengths, beam
             assert all(0 < word.probability <= 1 for word in segment.words)
 
 
+@pytest.mark.wide
 def test_a_trained_model_equals_the_eager_path_and_the_pipeline():
     model, processor = load_trained_whisper()
     model.double()  # the rounding of float32 may move a time by a frame
@@ -105,6 +106,7 @@ def test_a_trained_model_equals_the_eager_path_and_the_pipeline():
     assert np.median(known) < 0.2
 
 
+@pytest.mark.wide
 def test_long_audio_equals_the_eager_path():
     model, processor = load_trained_whisper()
     model.double()

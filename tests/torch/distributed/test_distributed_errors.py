@@ -41,6 +41,7 @@ def test_a_group_of_other_ranks_is_refused(ranks):
         assert "does not belong to" in str(one)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["forward", "backward"])
 @pytest.mark.parametrize("how", ["dies", pytest.param("stalls", marks=pytest.mark.soak)])
 def test_other_ranks_raise_an_error(how, backward):

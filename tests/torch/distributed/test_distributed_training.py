@@ -28,6 +28,8 @@ from distributed_ranks import Ranks
 from sightline import i, j
 from sightline.errors import ParameterError
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.mark.parametrize(
     ("layout", "method"),
