@@ -1,5 +1,6 @@
 """Attention over a sequence that is divided among devices, in processes with four devices of the CPU."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,18 +9,15 @@ import pytest
 
 pytestmark = pytest.mark.wide
 
-HELPERS = Path(__file__).parents[1] / "helpers"
-GROUPS = {
-    "results": ("results", "statistics", "ties", "hidden", "errors", "transfers"),
-    "gradients": ("gradients", "gradients_of_statistics", "faults"),
-    "other gradients": ("second_derivatives", "learned_table"),
-}
-SOAK = pytest.param("other gradients", marks=pytest.mark.soak)
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
-@pytest.mark.parametrize("group", ["results", "gradients", SOAK])
-def test_on_several_devices(group):
-    """Every device has a thread that waits for the others, so a deadlock ends by the time limit."""
-    command = [sys.executable, str(HELPERS / "sharded_calls.py"), *GROUPS[group]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("marked", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+def test_on_several_devices(marked):
+    """The number of devices is fixed when JAX starts. A device that waits forever ends by the time limit."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    folder = Path(__file__).with_name("on_devices")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, str(folder)]
+    environment["XLA_FLAGS"] = FLAGS
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,13 +1,4 @@
-"""Calls of `sightline.jax.distributed.attention` on several devices of the CPU, and checks of their results.
-
-The checks run in a process of their own, `python sharded_calls.py NAME ...`, because the number of devices is fixed
-when JAX starts.
-"""
-
-import os
-import sys
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+"""Attention over a sequence that is divided among four devices of the CPU. `../test_distributed.py` runs this file."""
 
 from functools import partial
 
@@ -22,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gradient_checks
 import sightline
 import statistic_definitions
-from fault_planting import Fault, plant
+from fault_planting import Fault, assert_found
 from sample_calls import draw_inputs
 from sightline import h, i, j, lse, s, table
 from sightline.call.kernel import Gradients, Result
@@ -116,10 +107,10 @@ def differentiate(ranks, layout, problem, d_output, d_lse, d_weights):
     return Gradients(found[0], found[1], found[2], tables, sinks)
 
 
-# -- the checks --------------------------------------------------------------------------------------------------------
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 
-def check_results():
+def test_results():
     """Drawn problems conform to the definition, with known and with traced tables."""
     rng = np.random.default_rng(0)
     for count, kind in enumerate(KINDS):
@@ -129,7 +120,7 @@ def check_results():
         assert_conforms(partial(run, ranks=ranks, layout=layout, traced=count % 2), problem)
 
 
-def check_statistics():
+def test_statistics():
     see = [lse(), sightline.entropy(), sightline.max_score(), sightline.mass(i - j < 5), sightline.top_k(3)]
     see += [sightline.sum(sightline.p * (i - j) / 64, over=j)]
     for ranks, layout in ((3, "zigzag"),):
@@ -138,7 +129,7 @@ def check_statistics():
         statistic_definitions.check(partial(run, ranks=ranks, layout=layout, traced=False), problem)
 
 
-def check_ties():
+def test_ties():
     """Of equal scores on several devices, the first key counts, though a later one arrives first."""
     x = jnp.ones((1, 1, 16, 4))
     attend = partial(distributed.attention, mask=j > 2, see=[sightline.max_score(), sightline.top_k(2)])
@@ -147,12 +138,12 @@ def check_ties():
     assert (heaviest.where == jnp.array([3, 4])).all()
 
 
-def check_gradients():
+def test_gradients():
     rng = np.random.default_rng(1)
     gradient_checks.check(draw_case(rng, "sinks", 3), differentiate=partial(differentiate, 3, "zigzag"))
 
 
-def check_gradients_of_statistics():
+def test_gradients_of_statistics():
     """The gradients of the statistics are those of one device."""
     x, sinks = _example(16), jnp.asarray([0.5, -1.0])
     see = [sightline.entropy(), sightline.mass(i - j < 3), sightline.max_score(), lse()]
@@ -171,7 +162,8 @@ def check_gradients_of_statistics():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-def check_second_derivatives():
+@pytest.mark.soak
+def test_second_derivatives():
     x = _example(8)
 
     def push_gradient(attend):
@@ -184,7 +176,7 @@ def check_second_derivatives():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-def check_hidden():
+def test_hidden():
     """Queries that see no key give 0 and −∞. Hidden keys of NaN change neither output nor gradient."""
     query, key, value = _example(16)
     nan = jnp.where(jnp.arange(16)[:, None] >= 12, jnp.nan, value)
@@ -205,7 +197,7 @@ def check_hidden():
     assert (jax.jit(nothing)(query, key, nan)[0] == 0).all()
 
 
-def check_transfers():
+def test_transfers():
     """Blocks travel only to devices that need them, as far as the mask is known."""
     x = _example(512)
 
@@ -227,7 +219,7 @@ def check_transfers():
     assert pairs(4, "contiguous", mask=i // 128 == j // 128) == []
 
 
-def check_errors():
+def test_errors():
     """Each wrong argument is named, with its cure, while the program is traced."""
     x = _example(16)
 
@@ -260,7 +252,8 @@ def _example(n):
     return [jnp.asarray(rng.normal(size=(1, 2, n, 4)), jnp.float32) for _ in range(3)]
 
 
-def check_learned_table():
+@pytest.mark.soak
+def test_learned_table():
     """A table that all devices read receives the sum of their gradients; axes of other names stay local."""
     x, slopes = _example(16), jnp.asarray([0.3, 0.7])
 
@@ -280,28 +273,24 @@ def check_learned_table():
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-FAULTS = (
-    Fault(distributed._Exchange.compute_parts, "self.rank - distance", "self.rank + distance"),
-    Fault(distributed._Exchange.compute_parts, "_first(self.problem.queries, self.rank, span)", "first_key"),
-    Fault(distributed._Exchange.compute_parts, "rank - distance", "rank + distance"),
-    Fault(parts.combine, "factor * part.total", "part.total"),
-)
+COMPUTE_PARTS = distributed._Exchange.compute_parts
+FAULTS = {
+    "keys of a later device": Fault(COMPUTE_PARTS, "self.rank - distance", "self.rank + distance"),
+    "queries from the first key": Fault(COMPUTE_PARTS, "_first(self.problem.queries, self.rank, span)", "first_key"),
+    "blocks of a later device": Fault(COMPUTE_PARTS, "rank - distance", "rank + distance"),
+    "totals without factors": Fault(parts.combine, "factor * part.total", "part.total"),
+}
 
 
-def check_faults():
-    """Each fault is seen in a call that is right without it."""
+def check_documents():
     problem = draw_case(np.random.default_rng(2), "documents", 3).make_problem(see=[lse()])
-    check = partial(assert_conforms, partial(run, ranks=3, layout="contiguous", traced=True), problem)
-    check()
-    for fault in FAULTS:
-        with pytest.MonkeyPatch.context() as patch:
-            plant(fault, patch)
-            with pytest.raises(AssertionError, match="budget"):
-                check()
+    assert_conforms(partial(run, ranks=3, layout="contiguous", traced=True), problem)
 
 
-CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
+def test_documents():
+    check_documents()
 
-if __name__ == "__main__":
-    for name in sys.argv[1:] or CHECKS:
-        CHECKS[name]()
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_seen(name, monkeypatch):
+    assert_found(FAULTS[name], monkeypatch, check_documents, "budget")
