@@ -2,8 +2,7 @@
 
 import gc
 import os
-import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from importlib.util import find_spec
 
 import numpy.ma  # its first import fails in a test that has changed NumPy's functions
@@ -49,20 +48,23 @@ def pytest_configure(config):
         settings.load_profile("soak")
 
 
-def is_left_out(item):
-    """True for a sampled case that `make test` leaves out. Its name decides, so every run has the same cases."""
-    sampled = item.get_closest_marker("sampled")
-    return sampled and zlib.crc32(item.nodeid.removeprefix("tests/").encode()) % sampled.kwargs["one_in"] > 0
-
-
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests marked `soak`, and wide ones, unless -m names that marker or the command names the test."""
+    """Deselect tests marked `soak`, and wide ones, unless -m names that marker or the command names the test.
+
+    Of the cases that one marker `sampled` marks, the first and then one in so many are not wide. A number without a
+    divisor in common with the lengths of a product leaves cases that have every value of each parameter.
+    """
     chosen, named = config.getoption("markexpr"), any("::" in argument for argument in config.args)
-    kept, deselected = [], []
+    counts, kept, deselected = Counter(), [], []
     for item in items:
-        if is_left_out(item):
-            item.add_marker("wide")
-        marker = next(filter(item.get_closest_marker, ("soak", "wide")), "")
+        marker = "soak" if item.get_closest_marker("soak") else ""
+        for node, sampled in () if marker else [*item.iter_markers_with_node("sampled")][:1]:
+            marked = node.nodeid.partition("[")[0]
+            if counts[marked] % sampled.kwargs["one_in"]:
+                item.add_marker("wide")
+            counts[marked] += 1
+        if not marker and item.get_closest_marker("wide"):
+            marker = "wide"
         is_kept = marker in chosen or (marker == "wide" and named)
         (kept if is_kept else deselected).append(item)
     items[:] = kept

@@ -13,7 +13,7 @@ from sightline.call.problem import make_problem
 from sightline.testing import assert_conforms, with_guards
 from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
-pytestmark = pytest.mark.sampled(one_in=4)
+pytestmark = pytest.mark.sampled(one_in=5)
 
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
 CPU = next(kernel for kernel in ON_HOST if kernel.name == "cpu")

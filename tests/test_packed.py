@@ -135,7 +135,7 @@ def test_planning_cost_follows_the_allowed_tiles(mask, monkeypatch):
 OPTIONS = {"plain": {}, "soft cap": {"score": sightline.softcap(3.0)}, "sinks": {"sinks": np.linspace(-1, 1, 4)}}
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("kernel", "kind"), [("cpu", "numpy"), ("streaming", "torch")])
 def test_each_document_equals_the_document_alone(rng, options, kernel, kind):

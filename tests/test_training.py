@@ -18,12 +18,15 @@ def example():
     return module
 
 
+WITH_COMPILER = pytest.param(4, "aot_eager", marks=pytest.mark.wide)
+
+
 # torch's compiler imports deprecated modules of torch
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised by torch
 @pytest.mark.parametrize(
     ("steps", "backend"),
-    [(10, ""), (4, "aot_eager"), *(pytest.param(300, name, marks=pytest.mark.soak) for name in ("", "inductor"))],
+    [(10, ""), WITH_COMPILER, *(pytest.param(300, name, marks=pytest.mark.soak) for name in ("", "inductor"))],
 )
 def test_losses_agree(example, steps, backend):
     """The losses agree within rounding at first, and at the end within the difference that another seed makes."""

@@ -138,7 +138,7 @@ def check(drawn, compute, names):
 ALL = ("query", "key", "value", "bias", "sinks")
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("compute", [by_kernel, by_streaming])
 @pytest.mark.parametrize("name", CASES)
 def test_tangents(rng, name, compute):

@@ -109,7 +109,7 @@ def check(seed, kind, see, dtype=np.float64, shape=None):
         assert found[name].dtype == array.dtype
 
 
-@pytest.mark.sampled(one_in=16)
+@pytest.mark.sampled(one_in=29)
 @pytest.mark.parametrize("see", SEEN)
 @pytest.mark.parametrize("kind", CALLS)
 def test_first_and_repeated_calls_have_the_gradients_of_torch(kind, see):

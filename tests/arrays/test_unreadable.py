@@ -505,7 +505,7 @@ def outcome(name, argument, library, repetition):
     return "right", None
 
 
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.sampled(one_in=19)
 @pytest.mark.filterwarnings("ignore")  # of torch, about kinds that are prototypes
 @pytest.mark.parametrize(("name", "argument", "library"), CASES)
 def test_right_or_refused_by_name(name, argument, library):

@@ -45,7 +45,7 @@ def results_of(contender, problem, inputs=None):
 # -- the problems ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=23)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_small_versions_are_right(name):
     """Every variant of Sightline that is timed stays within the budget of rounding errors."""
@@ -229,6 +229,7 @@ def test_peak_memory_counts_the_memory_of_a_call():
     assert peak_memory(lambda _: None) <= slack
 
 
+@pytest.mark.wide
 def test_first_calls():
     calls = [contender.prepare(first_calls.FIRST_CALL, None, 1) for contender in first_calls.CONTENDERS]
     assert all(call.seconds() > 0 for call in calls)

@@ -16,7 +16,7 @@ from benchmarks.models import MODELS, Encoding
 CASES = [case.small() for case in MODELS]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_contender_is_right(case):
     inputs = case.inputs()

@@ -123,6 +123,7 @@ def draw_learned(rng, dtype):
     }
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_the_same_bits_for_any_number_of_threads(dtype, taken):
     assert taken == [True] * 4
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("G", "group", "n"), [(5, 1, 1), (7, 3, 1), (13, 5, 1), (9, 1, 3), (3, 33, 1)])
 def test_heads_that_are_neighbours_in_memory_share_an_item(dtype, G, group, n, taken):

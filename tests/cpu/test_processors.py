@@ -70,7 +70,7 @@ def processor(request):
 # -- whole problems ------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", SERVED)
 def test_drawn_problems(processor, dtype, times):
@@ -105,7 +105,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(
     "shift", [0, *(pytest.param(shift, marks=pytest.mark.soak) for shift in range(1, len(SERVED)))]
@@ -186,7 +186,7 @@ SUPERSETS = {
 WIDEST = {"avx512": r"%zmm31", "avx2": r"%ymm15", "sse2": r"%xmm15", "neon": r"v31\.4s"}
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("dtype", SERVED)
 @pytest.mark.parametrize("name", machine_names())
 def test_kernels_keep_to_their_machine(name, dtype):
@@ -235,7 +235,7 @@ def innermost_loops(text):
     return list(loops.values())
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", machine_names())
 def test_sums_of_products_stay_in_registers(name, dtype):

@@ -55,7 +55,7 @@ def draw(layout, dtype=np.float32):
     return [LAYOUTS[layout](rng.normal(size=shape).astype(dtype)) for shape in shapes]
 
 
-@pytest.mark.sampled(one_in=9)
+@pytest.mark.sampled(one_in=17)
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("formula", FORMULAS)
@@ -77,7 +77,7 @@ def test_statistics_beside_integers_of_64_bits(machine, monkeypatch):
     check_statistics(Cpu().run, problem)
 
 
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.sampled(one_in=29)
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("formula", FORMULAS)

@@ -219,7 +219,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_of_another_system_conform(foreign, name, dtype):

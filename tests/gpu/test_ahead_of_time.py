@@ -89,7 +89,7 @@ def is_quick(case):
     return (case.work, case.dtype, case.width) == ("forward", "bfloat16", 64)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if is_quick(case) else pytest.mark.soak) for case in CASES], ids=str
 )

@@ -66,6 +66,7 @@ def test_grouped_heads_and_is_causal_are_those_of_nnx(rng):
     assert_close(found, nnx.dot_product_attention(query, key, key, is_causal=True))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
 def test_dtypes_are_promoted_as_in_flax(rng, dtype):
@@ -119,6 +120,7 @@ def test_a_layer_of_nnx(inputs, options):
     assert bool(found[1]) == ("sow_weights" in options)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_softmax_in_float32_has_the_dtypes_of_flax(inputs, dtype):

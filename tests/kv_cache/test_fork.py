@@ -75,7 +75,7 @@ def check_calls(cache, rng, kind="numpy", given="float32", *, calls, atol=3e-6):
                 assert np.allclose(one, other, rtol=0, atol=atol), (name, count)
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("lengths", [(150, 150), (150, 110)], ids=["equal", "ragged"])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -83,7 +83,7 @@ def test_calls_on_shared_prefixes(rng, kind, lengths, name):
     check_calls(forked(rng, kind, lengths), rng, kind, calls=[name])
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", PAIR])
 def test_quantized_prefixes(rng, dtype, name):

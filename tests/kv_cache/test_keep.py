@@ -266,7 +266,7 @@ class AgainstLists(RuleBasedStateMachine):
 
 
 TestAgainstLists = AgainstLists.TestCase
-TestAgainstLists.settings = settings(max_examples=3, stateful_step_count=14, deadline=None)
+TestAgainstLists.settings = settings(max_examples=1, stateful_step_count=14, deadline=None)
 
 
 @pytest.mark.wide

@@ -33,7 +33,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
@@ -91,7 +91,7 @@ STATISTICS = {
 }
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("count", [1, 70])
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_stored_numbers(rng, dtype, statistic, count
         assert np.allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("count", [1, 3, 150])
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_every_number_of_threads_gives_the_same_bits(rng, dtype, count):

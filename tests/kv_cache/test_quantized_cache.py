@@ -75,6 +75,7 @@ def test_float8_codes_are_those_of_ml_dtypes(rng):
     assert np.array_equal(key, rows.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_group_with_nan_or_infinity_is_nan_and_can_be_hidden(rng, dtype, wrong):
@@ -268,42 +269,46 @@ def test_without_heads_or_batch(rng, axes):
     assert_attends(output[lead], query[lead], *(x[lead] for x in stored), mask=i >= j)
 
 
-def test_guard_pages_around_the_storage():
+WIDTHS = {"int8": 1, "int4": 33, "float8_e4m3fn": 128, "float32": 80}
+OTHER_WIDTHS = {"int8": 128, "int4": 80, "float8_e4m3fn": 33, "float32": 1}
+
+
+@pytest.mark.parametrize("widths", [WIDTHS, pytest.param(OTHER_WIDTHS, marks=pytest.mark.wide)], ids=str)
+def test_guard_pages_around_the_storage(widths):
     """In a process of its own: one access outside the storage ends it."""
     program = """
 import sys; sys.path.insert(0, sys.argv[1])
 import numpy as np, sightline
 from guard_pages import GuardedMemory
 from sightline.kv_cache import storage as module
-memory, past = GuardedMemory(), int(sys.argv[2])
+memory, past, widths = GuardedMemory(), int(sys.argv[2]), eval(sys.argv[3])
 def allocate(like, shape, dtype):
     return memory.zeros((*shape[:3], shape[3] - past), dtype)
 module._allocate = allocate
 rng = np.random.default_rng(0)
 for at_end in (True, False):
     memory.at_end = at_end
-    for dtype, widths in {"int8": (1, 128), "int4": (33, 80), "float8_e4m3fn": (33, 128), "float32": (1, 80)}.items():
-        for d in widths:
-            cache = sightline.KVCache(dtype=dtype, capacity=70)
-            cache.append(*[rng.normal(size=(1, 1, 70, d)).astype(np.float32) for _ in range(2)])
-            for n in (1, 2, 70):
-                query = rng.normal(size=(1, 2, n, d)).astype(np.float32)
-                sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received()])
-            cache.fork(3)
-            cache.append(*[rng.normal(size=(3, 1, 2, d)).astype(np.float32) for _ in range(2)])
-            cache.truncate([72, 50, 71])
-            for parents in ([-1], [-1, 0, 0, -1]):
-                new = [rng.normal(size=(3, 1, len(parents), d)).astype(np.float32) for _ in range(2)]
-                cache.append(*new, parents=parents)
-                query = rng.normal(size=(3, 2, len(parents), d)).astype(np.float32)
-                for mask in (None, sightline.causal() & sightline.window(40)):
-                    sightline.attention(query, cache, mask=mask)
-                cache.accept([0])
+    for dtype, d in widths.items():
+        cache = sightline.KVCache(dtype=dtype, capacity=70)
+        cache.append(*[rng.normal(size=(1, 1, 70, d)).astype(np.float32) for _ in range(2)])
+        for n in (1, 2, 70):
+            query = rng.normal(size=(1, 2, n, d)).astype(np.float32)
+            sightline.attention(query, cache, mask=sightline.causal(), see=[sightline.received()])
+        cache.fork(3)
+        cache.append(*[rng.normal(size=(3, 1, 2, d)).astype(np.float32) for _ in range(2)])
+        cache.truncate([72, 50, 71])
+        for parents in ([-1], [-1, 0, 0, -1]):
+            new = [rng.normal(size=(3, 1, len(parents), d)).astype(np.float32) for _ in range(2)]
+            cache.append(*new, parents=parents)
+            query = rng.normal(size=(3, 2, len(parents), d)).astype(np.float32)
+            for mask in (None, sightline.causal() & sightline.window(40)):
+                sightline.attention(query, cache, mask=mask)
+            cache.accept([0])
 """
     helpers = Path(__file__).parents[1] / "helpers"
     for past, code in ((0, 0), (1, -11)):
         done = subprocess.run(
-            [sys.executable, "-c", program, str(helpers), str(past)], capture_output=True, check=False
+            [sys.executable, "-c", program, str(helpers), str(past), str(widths)], capture_output=True, check=False
         )
         assert done.returncode == code, done.stderr.decode()
 

@@ -67,7 +67,7 @@ def steps_of(rng, steps, padding, kind="numpy"):
         yield cache, query, counts
 
 
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.sampled(one_in=13)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("steps", PROMPTS_AND_STEPS, ids=str)

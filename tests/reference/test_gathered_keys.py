@@ -103,7 +103,7 @@ def check(kernel, name, dtype="float32", framework="numpy"):
     check_gradients(own, framework, by(kernel))
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
     ("dtype", "framework"), [("float32", "numpy"), ("float64", "numpy"), ("float32", "torch"), ("bfloat16", "torch")]

@@ -172,7 +172,7 @@ def check_torch(seed: int, dtype: str = "float64", kernel: str | None = None) ->
     check_gradients(drawn, found, gradients, tolerance)
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=47)
 @pytest.mark.parametrize("kernel", [None, "streaming"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("first", range(0, 120, 10))
@@ -305,6 +305,7 @@ def test_the_factors_of_a_logarithm_are_found_once_for_each_node():
     assert str(split_logarithms(np.log(product))) == f"ln p·{2.0**60:g}"
 
 
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("how", ["sum", "max"])
 @pytest.mark.parametrize("distance", [1.0, 95.0, 103.0, 740.0, 5000.0])
 @pytest.mark.parametrize(("formula", "function"), LOGARITHMS, ids=lambda value: "" if callable(value) else str(value))

@@ -37,7 +37,7 @@ streaming = sys.modules["sightline.reference.streaming"]
 EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # examples per dtype; most examples of "cpu" compile a kernel
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_drawn_problems(kernel, dtype):
@@ -130,6 +130,7 @@ def test_gradients_equal_finite_differences(name):
     assert gradcheck(statistic_function(name, "streaming"), gradient_inputs(), fast_mode=True)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ["entropy", "sum of scores", "max_score", "weighted_sum, a part"])
 def test_second_gradients_equal_finite_differences(name):
     assert gradgradcheck(statistic_function(name, "streaming"), gradient_inputs(), fast_mode=True)

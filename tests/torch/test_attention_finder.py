@@ -227,6 +227,7 @@ def draw_multi_head(seed):
     return layer.train(draw.random() < 0.5), operands, options
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("seed", range(48))
 def test_multi_head_attention_returns_the_same_while_watched(seed):
@@ -473,6 +474,7 @@ def test_layers_by_number_and_attention_by_hand_beside_them():
             record(program, WEIGHTS, torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged))
 
 
+@pytest.mark.wide
 def test_a_model_that_is_first_compiled_in_a_watch():
     program = """
 import sys, torch, sightline

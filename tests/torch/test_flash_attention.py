@@ -138,9 +138,10 @@ CHECKS = {"arrays": check_arrays, "packed": check_packed, "cache": check_cache}
 CHECKS["torch's"] = lambda seed: check_packed(seed, "torch's")
 
 
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 25), marks=pytest.mark.wide)], ids=str)
 @pytest.mark.parametrize("name", CHECKS)
-def test_drawn_arguments_give_the_definition(name):
-    for seed in range(25):
+def test_drawn_arguments_give_the_definition(name, seeds):
+    for seed in seeds:
         CHECKS[name](seed)
 
 

@@ -56,6 +56,7 @@ def drawn(seed, dtype):
     return functions, tensors.learned, (n, m), int(rng.choice([1, 2, H]))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_functions(seed):
     functions, learned, lengths, key_heads = drawn(seed, torch.float32)
@@ -66,7 +67,7 @@ def test_drawn_functions(seed):
 CASES = [("mask", name) for name in MASKS] + [("score", name) for name in SCORES]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(("role", "name"), CASES, ids=map(" ".join, CASES))
 def test_published_functions(role, name):
     *inputs, d_output = operands(*SHAPES.get(name, (N, N)))

@@ -122,12 +122,14 @@ def check(name, dtype=torch.float32):
     assert_within_budget(call["entropy"], *entropies)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name, dtype):
     check(name, dtype)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_gradients_of_statistics_reach_the_parameters(name):
     """They equal the gradients through the softmax of torch, in float64."""

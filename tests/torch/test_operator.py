@@ -127,6 +127,7 @@ def test_third_derivatives():
     assert gradcheck(second, [x])
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ["plain", "blind rows", "alibi", "sinks", "dropout"])
 def test_float32_gradients_within_budget(name):
     given = [x.detach() for x in (*arrays(torch.float32, batch=20), *learned(torch.float32))]
@@ -389,6 +390,7 @@ def test_calls_compile_to_one_graph(name):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.wide
 def test_one_graph_serves_all_lengths_and_each_number_has_one():
     """Numbers of the call, and of formulas and statistics that are arguments."""
     torch.compiler.reset()
@@ -465,7 +467,7 @@ def test_changing_numbers_in_formulas_compile(name, dynamic):
         torch.testing.assert_close(compiled(x, w), call(x, w), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "leading", [(2, 1), *[pytest.param(each, marks=pytest.mark.soak) for each in ((2, 3), (1, 3), (1, 1))]]
 )

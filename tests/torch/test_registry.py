@@ -43,7 +43,7 @@ def test_drawn_calls_have_the_bits_of_this_library(call):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)

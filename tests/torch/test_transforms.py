@@ -307,6 +307,7 @@ def pairs(transforms, names):
     return [pair if pair in quick else pytest.param(*pair, marks=pytest.mark.soak) for pair in listed]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("transform", "name"), pairs(TRANSFORMS, list(PROBLEMS)))
 def test_first_derivatives(transform, name):
     agree(TRANSFORMS[transform], name)
@@ -506,6 +507,7 @@ def test_a_learned_scale_under_transforms():
 # -- in compiled programs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", ["lengths", "sinks"])
 def test_compiled_vmap(name):
     torch.compiler.reset()

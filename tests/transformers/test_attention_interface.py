@@ -58,7 +58,7 @@ def test_a_model_can_be_built_with_sightline():
         assert torch.equal(ours(**batch.inputs).logits, run(model, "sightline", batch.inputs).logits)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about code of transformers
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2"])
 def test_a_compiled_model_generates_with_a_static_cache(name):

@@ -29,6 +29,7 @@ def generate_alone(model, prompt):
     return tokens.tolist(), scores.gather(1, tokens[:, None])[:, 0]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2", "Gemma 3", "GPT-OSS", "GPT-2"])
 def test_batches_generate_as_alone(name):
     model = make_model(name, attn_implementation="eager")

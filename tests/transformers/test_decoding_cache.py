@@ -66,19 +66,21 @@ def assert_generates_the_same(model, inputs, with_config=False, **options):
 # -- generation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("with_config", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_generation_is_that_of_dynamic_cache(name, with_config):
     assert_generates_the_same(*make_decoder(name), with_config, output_logits=name != "Whisper")
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("way", [{"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "do_sample": True}])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-OSS", "DeepSeek V3", "T5", "BART"])
 def test_beams_and_samples_are_those_of_dynamic_cache(name, way):
     assert_generates_the_same(*make_decoder(name), with_config=True, **way)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", SLIDING)
 @pytest.mark.parametrize("way", [{"prefill_chunk_size": 4}, {"num_beams": 3, "max_new_tokens": 20}])
 def test_sliding_windows(name, way):
@@ -144,6 +146,7 @@ def test_a_cache_of_inference_mode_is_continued_outside_it():
     assert torch.equal(*answers)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("implementation", ["sightline", "sdpa"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "T5"])
@@ -248,7 +251,7 @@ class RoundedCache(DynamicCache):
         return super().update(*(x.to(key_states.dtype) for x in stored.dequantized()), *arguments, **options)
 
 
-@pytest.mark.sampled(one_in=7)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", ("int8", "int4")])
 @pytest.mark.parametrize("with_config", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2", "GPT-OSS", "GPT-2", "T5"])
@@ -388,6 +391,7 @@ def test_copies_of_a_prompt_share_its_keys_and_are_independent(with_config):
             assert torch.equal(layer.values, values)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("with_config", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-OSS"])
 def test_forks_of_a_prompt_generate_as_copies(name, with_config, monkeypatch):
@@ -433,7 +437,7 @@ def test_threads_continue_one_prompt():
 # -- watches -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", [None, "float32", "int8"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "T5"])
 def test_a_watch_records_the_statistics_of_dynamic_cache(name, dtype):

@@ -10,7 +10,7 @@ from sightline.api import functions
 from sightline.transformers.masks_and_biases import FormulaMask, sightline_mask
 from tiny_models import VOCABULARY, make_model
 
-pytestmark = pytest.mark.sampled(one_in=4)
+pytestmark = pytest.mark.sampled(one_in=5)
 
 KEYS = 20
 ENTRIES = torch.arange(KEYS) // 6

@@ -34,7 +34,7 @@ def dense_mask(model, mask, batch):
     return allowed.tril() if type(model).__name__ == "LlamaForCausalLM" else allowed
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("padding", ["no", "left", "right"])

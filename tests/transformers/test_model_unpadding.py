@@ -48,6 +48,7 @@ def tokens_per_linear(model, inputs):
     return rows
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize(
     ("name", "padding"),

@@ -78,6 +78,7 @@ def check(name, context=serving, padded=True):
     assert not {"forward", "get_rel_pos", "compute_position_bias"} & {x for m in model.modules() for x in vars(m)}
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("padded", [True, False])
 def test_results_and_gradients_are_those_of_the_model(name, padded):
@@ -89,6 +90,7 @@ def test_real_tokens_alone(name):
     check(name, unpadded)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", ["DeBERTa v3", "MPNet", "ViTDet"])
 @pytest.mark.parametrize("context", [serving, unpadded])
 def test_weights_are_seen(name, context):

@@ -327,6 +327,7 @@ def test_a_recording_is_saved_as_html(see, heads, tmp_path):
     assert all(text in page for text in (*seen.layers, "e11", "d11", "<title>A title</title>"))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "BERT", "T5", "Whisper", "ViT"])
 def test_the_default_statistics_have_every_weight_of_short_texts(name, tmp_path):
     """The page is the one that `weights()` makes, of a forward pass and of a generation."""

@@ -70,6 +70,7 @@ def pages(tmp_path_factory):
     return {n: explorer.save_html(made, folder / f"{n}.html") for n, made in data.items()}
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("n", [15, 84, 512])
