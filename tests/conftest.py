@@ -48,23 +48,29 @@ def pytest_configure(config):
         settings.load_profile("soak")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Deselect tests marked `soak`, and wide ones, unless -m names that marker or the command names the test.
+def mark_samples(items):
+    """Mark the cases of sampled tests as `wide`, but for the first of each marker and then one in so many.
 
-    Of the cases that one marker `sampled` marks, the first and then one in so many are not wide. A number without a
-    divisor in common with the lengths of a product leaves cases that have every value of each parameter.
+    A number without a divisor in common with the lengths of a product leaves cases that have every value of each
+    parameter.
     """
-    chosen, named = config.getoption("markexpr"), any("::" in argument for argument in config.args)
-    counts, kept, deselected = Counter(), [], []
+    counts = Counter()
     for item in items:
-        marker = "soak" if item.get_closest_marker("soak") else ""
-        for node, sampled in () if marker else [*item.iter_markers_with_node("sampled")][:1]:
+        node, sampled = next(item.iter_markers_with_node("sampled"), (None, None))
+        if sampled and not item.get_closest_marker("soak"):
             marked = node.nodeid.partition("[")[0]
             if counts[marked] % sampled.kwargs["one_in"]:
                 item.add_marker("wide")
             counts[marked] += 1
-        if not marker and item.get_closest_marker("wide"):
-            marker = "wide"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect tests marked `soak`, and wide ones, unless -m names that marker or the command names the test."""
+    mark_samples(items)
+    chosen, named = config.getoption("markexpr"), any("::" in argument for argument in config.args)
+    kept, deselected = [], []
+    for item in items:
+        marker = next(filter(item.get_closest_marker, ("soak", "wide")), "")
         is_kept = marker in chosen or (marker == "wide" and named)
         (kept if is_kept else deselected).append(item)
     items[:] = kept
