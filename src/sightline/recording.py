@@ -19,7 +19,7 @@ import numpy as np
 
 from .arrays.operations import accumulator, dtype_name, namespace, resolve_dtype, to_numpy
 from .errors import ParameterError
-from .statistics import STATISTICS, OverLayers, Statistic
+from .statistics import STATISTICS, Statistic
 
 __all__ = ["Call", "HeavyKey", "Kind", "Seen", "Tokens", "Total", "select_names"]
 
@@ -147,14 +147,14 @@ class Total:
 
     Attributes
     ----------
-    statistic : OverLayers
+    statistic : the sum or mean over layers of a statistic
     name : str
         The key of the statistic if `see` was a dict, else "".
     count : int
         The number of calls.
     """
 
-    def __init__(self, statistic: OverLayers, name: str = "") -> None:
+    def __init__(self, statistic: Any, name: str = "") -> None:
         self.statistic, self.name, self.count, self._lock = statistic, name, 0, threading.Lock()
         self._sum: Any = None
 

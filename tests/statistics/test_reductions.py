@@ -17,7 +17,7 @@ from fault_planting import Fault, assert_found
 from sightline import b, h, i, j, p, s, table, where
 from sightline.arrays.operations import to_numpy
 from sightline.reference import streaming
-from sightline.statistics import reduction
+from sightline.statistics import extremum, reduction
 from sightline.statistics.weight_formulas import split_logarithms
 
 SYMBOLS = {"b": b, "h": h, "i": i, "j": j}
@@ -336,7 +336,7 @@ FAULTS = {
     "a weight of another query": Fault(streaming.row_tiles, "masked - high", "masked - high[..., :1, :]"),
     "an edge of a cell": Fault(reduction.cell_of, "(position + 1) * cells - 1", "position * cells"),
     "ln p without lse": Fault(reduction.Reduction.entries, "scores - tile.lse[..., None]", "scores"),
-    "the position of the other extremum": Fault(reduction.Reduction._find, "sign * entries", "-sign * entries"),
+    "the position of the other extremum": Fault(extremum.find_extremum, "-values", "values"),
     "the derivative by p left out": Fault(reduction.Reduction.slopes.function, "(p, LOG_P, s)", "(s, LOG_P, s)"),
     "the derivative by ln p left out": Fault(reduction.Reduction.slopes.function, "(p, LOG_P, s)", "(p, s, s)"),
     "the derivative by s left out": Fault(reduction.Reduction.slopes.function, "(p, LOG_P, s)", "(p, LOG_P, i)"),

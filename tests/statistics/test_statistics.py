@@ -17,7 +17,7 @@ from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, TableError
 from sightline.reference.accuracy import dense_attention, gradient_term_sizes, summation_orders
-from sightline.statistics import arrays_of, head_factors, per_query, reduction, restriction
+from sightline.statistics import arrays_of, extremum, head_factors, per_query, reduction, restriction
 from sightline.statistics import statistic as statistic_module
 from sightline.testing import assert_within_budget
 from statistic_definitions import (
@@ -577,11 +577,7 @@ ERRORS = {
         "mean('batch', weights=...)",
         'weights for "heads"',
     ),
-    "two sums over heads": (
-        lambda: sightline.weights().mean("heads").sum("heads"),
-        ParameterError,
-        "one sum or mean over heads",
-    ),
+    "heads twice": (lambda: sightline.lse().mean("heads").sum("heads"), ParameterError, "one sum or mean over heads"),
     "a sum over keys": (lambda: sightline.weights().sum("keys"), ParameterError, "sum('keys')", '"layers"'),
     "a sum and a mean over the batch": (
         lambda: sightline.weights().mean("batch").sum("batch"),
@@ -658,11 +654,15 @@ STATISTICS = {
         sightline.entropy(),
     ),
     "a maximum of the last tile": (
-        Fault(reduction.Reduction._find, "sign * found > sign * current", "found == found"),
+        Fault(extremum.join_extrema, "(where < 0) | is_beyond | (is_equal & (other_where < where))", "value == value"),
         sightline.max_score(),
     ),
     "keys counted from the tile": (
-        Fault(reduction.Reduction._find, "first + reduced.start", "first"),
+        Fault(
+            reduction.Reduction._find,
+            "context.problem.positions(context.xp, tile.rows, tile.columns)",
+            "context.problem.positions(context.xp, tile.rows, slice(0, tile.columns.stop - tile.columns.start))",
+        ),
         sightline.max_score(),
     ),
     "the smallest weights": (
@@ -683,7 +683,7 @@ STATISTICS = {
         sightline.received("mean"),
     ),
     "a row left out": (
-        Fault(reduction.Reduction.add_entries, "self.reduce(entries, axis)", "self.reduce(entries[..., 1:, :], axis)"),
+        Fault(reduction.Reduction.add, "self.reduce(entries, axis)", "self.reduce(entries[..., 1:, :], axis)"),
         sightline.received(),
     ),
     "an off-by-one cell": (

@@ -19,10 +19,9 @@ from ..kv_cache import KVCache, can_serve
 from ..kv_cache.query_positions import free_symbols, rewrite, rewrite_for_prefix
 from ..kv_cache.row_positions import SharedPrefix
 from ..partition.parts import Sums, combine, read_part
-from ..statistics import Statistic, arrays_of
-from ..statistics.per_query import Lse
+from ..statistics import Statistic, arrays_of, lse
 
-LSE = Lse()
+LSE = lse()
 Attend = Callable[[Any, Any, Any, Options], tuple[Any, Any]]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
-from ..statistics import Lse, Statistic, arrays_of, places_in, spread_mean, unwrap_mean
+from ..statistics import Statistic, arrays_of, places_in, spread_mean, unwrap_mean
 from ..statistics.reduction import refuse_learned
 from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats
@@ -284,11 +285,9 @@ class _Call:
         squeezed = problem.heads_squeezed
         if squeezed:
             d_seen = [_add_head_axis(d, x, problem) for d, x in zip(d_seen, self.statistics, strict=True)]
-        d_lse = None
-        for statistic, d in zip(self.statistics, d_seen, strict=True):
-            if isinstance(statistic, Lse) and d is not None:
-                d_lse = d if d_lse is None else d_lse + d
-        others = tuple([None if isinstance(x, Lse) else d for d, x in zip(d_seen, self.statistics, strict=True)])
+        of_lse = [d for d, x in zip(d_seen, self.statistics, strict=True) if d is not None and not x.num_arrays]
+        d_lse = reduce(add, of_lse) if of_lse else None
+        others = tuple([d if x.num_arrays else None for d, x in zip(d_seen, self.statistics, strict=True)])
         _, output, lse, *_ = self.forward_pass
         d_heads = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
         arrays = split_arrays(self.statistics, [output, lse, *self.arrays])

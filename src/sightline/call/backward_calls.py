@@ -30,7 +30,7 @@ from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
 from .lookup import LOOKUP
 from .problem import NUM_OPERANDS, OPERANDS, Problem
 from .request import Request
-from .spec import count_arrays, split_arrays
+from .spec import split_arrays
 
 if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward
@@ -350,7 +350,7 @@ def split_saved(see: Sequence[Statistic], saved: Sequence[Any]) -> list[Sequence
     """Return each statistic's arrays, () if they are not saved. `saved` is the result of `results_to_save`."""
     arrays, start = [], 2
     for statistic in see:
-        count = count_arrays(statistic) if statistic.backward_reads_arrays else 0
+        count = statistic.num_arrays if statistic.backward_reads_arrays else 0
         arrays.append(saved[start : start + count])
         start += count
     return arrays

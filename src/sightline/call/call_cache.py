@@ -36,7 +36,7 @@ from ..arrays.operations import NUMPY, Framework, has_heads_in_rows
 from ..caching import cached_property
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import Lse, Mean, Statistic, unwrap_mean
+from ..statistics import Statistic, lse, unwrap_mean
 from ..statistics.dispatch import FusedStatistics, is_in_weights_pass
 from .kernel import Result
 from .lookup import LOOKUP, store_call
@@ -168,7 +168,7 @@ class CachedStatistic(NamedTuple):
 
     statistic: Statistic
     outputs: slice
-    mean: Mean | None
+    mean: Statistic | None
     batch_ndim: int
 
 
@@ -194,11 +194,11 @@ class Entry:
         """Return the result of each statistic. `in_graph` is true for tensors in torch's graph of gradients."""
         seen, start = [], 0
         for statistic, _, mean, batch_ndim in self.statistics:
-            if isinstance(statistic, Lse):
-                own: Sequence[Any] = [self.framework.finish_lse(lse, output)]
+            if count := statistic.num_arrays:
+                own: Sequence[Any] = arrays[start : start + count]
+                start += count
             else:
-                first, start = start, start + len(statistic.fill_values)
-                own = arrays[first:start]
+                own = [self.framework.finish_lse(lse, output)]
             if in_graph and not statistic.is_differentiable:
                 own = [array.detach() for array in own]
             if mean is not None:
@@ -302,10 +302,11 @@ def describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], 
 
     fused = FusedStatistics(problem, next_index)
     described = []
+    given: Any
     for given in problem.see:
         statistic, mean = unwrap_mean(given), None
-        if isinstance(given, Mean):  # the arrays have no head axis if the caller's have none
-            mean = replace(given, of=Lse(), over_heads=given.over_heads and not problem.heads_squeezed)
+        if given.is_mean:  # the arrays have no head axis if the caller's have none
+            mean = replace(given, of=lse(), over_heads=given.over_heads and not problem.heads_squeezed)
         indices = fused.arrays_of(statistic) or [0, -1]
         outputs = slice(indices[0], indices[-1] + 1)
         cached = CachedStatistic(statistic.map_formulas(lambda _: None), outputs, mean, len(problem.batch_shape))
@@ -351,7 +352,7 @@ def insert(
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = describe_statistics(problem)
     # the result of a direct call with one result reaches no hook, so a call with a hook also returns lse
-    needs_lse = hook is not build_answer or bool(passes) or any(isinstance(one.statistic, Lse) for one in statistics)
+    needs_lse = hook is not build_answer or bool(passes) or any(not one.statistic.num_arrays for one in statistics)
     # without statistics the caller does not get the lse, so a NumPy array suffices
     per_query = [(library if statistics else NUMPY, "float64")] * needs_lse
     per_query += [(library, dtype) for dtype in statistic_dtypes]

@@ -16,7 +16,6 @@ request, and goes through the full dispatch: all checks, the choice of a kernel,
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import layouts as array_layouts
@@ -24,8 +23,8 @@ from ..arrays.layouts import BOOLEANS, FRAMEWORKS
 from ..formula import from_function, library
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import Mean, Reduction, Statistic
-from ..statistics.dispatch import computed_statistic, formulas_of, is_fused, is_in_weights_pass
+from ..statistics import Statistic
+from ..statistics.dispatch import cache_key_of, formulas_of
 from .options import Options
 
 CPU_VARIABLE = "SIGHTLINE_CPU"  # an environment variable: a machine with fewer features than the processor has
@@ -131,7 +130,7 @@ def describe(query: Any, given: Options) -> Request | None:
             return request
         options = None, 0.0, None, None, setting, None, None
     else:
-        described = (None, ()) if see is None else _describe_statistics(see)
+        described = (None, ()) if see is None else cache_key_of(see)
         draws_seed = framework.draw_seed is not None
         if described is None or (has_options and not _are_valid(scale, dropout, seed, kernel, threads, draws_seed)):
             return None
@@ -162,34 +161,6 @@ def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, d
         and (kernel is None or type(kernel) is str)
         and (threads is None or type(threads) is int)
     )
-
-
-def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
-    """Return (classes and parameters of the statistics, statistics); None if a cached call cannot compute one."""
-    if type(see) not in (list, tuple):
-        return None
-    key: list[Any] = []
-    for statistic in see:
-        kind = type(statistic)
-        if kind is Mean and computed_statistic(statistic) is not statistic:
-            key += kind, statistic.over_heads, statistic.over_batch, statistic.factors, statistic.sums_batch
-            statistic = statistic.of
-            kind = type(statistic)
-        key.append(kind)
-        parameters = [getattr(statistic, name) for name in getattr(kind, "__match_args__", ())]
-        if kind is Reduction:
-            if not isinstance(statistic.formula, Expression):
-                return None
-            parameters[0] = statistic.is_plain, statistic.fused_role
-        elif not (isinstance(statistic, Statistic) and (is_fused(statistic) or is_in_weights_pass(statistic))):
-            return None
-        key += parameters
-    return tuple(key), tuple(see)
-
-
-def has_cached_kinds(see: Sequence[Statistic]) -> bool:
-    """True if cached calls can compute all of these statistics."""
-    return _describe_statistics(list(see)) is not None
 
 
 def _describe_formulas(

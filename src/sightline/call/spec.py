@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..formula.expression import Expression, parse_text, to_text
 from ..formula.tables import Table
-from ..statistics import Lse, Statistic, arrays_of, deserialize
+from ..statistics import Statistic, arrays_of, deserialize
 from .kernel import Result, Tangents
 from .problem import NUM_OPERANDS, Problem
 
@@ -192,15 +192,10 @@ def _format_axes(tables: list[Table]) -> str:
 # -- results -------------------------------------------------------------------------------------------------------
 
 
-def count_arrays(statistic: Statistic) -> int:
-    """Return how many arrays the statistic adds to `flatten_result`: none for `lse()`."""
-    return 0 if isinstance(statistic, Lse) else len(statistic.fill_values)
-
-
 def flatten_result(see: Sequence[Statistic], result: Result) -> list[Any]:
     """Return [output, lse, *arrays], where `arrays` are those of every requested statistic except `lse()`."""
     seen = zip(see, result.seen, strict=True)
-    others = [array for statistic, entry in seen if count_arrays(statistic) for array in arrays_of(entry)]
+    others = [array for statistic, entry in seen if statistic.num_arrays for array in arrays_of(entry)]
     return [result.output, result.lse, *others]
 
 
@@ -208,8 +203,8 @@ def locate_arrays(see: Sequence[Statistic], first: int = 2) -> list[range]:
     """Return the indices of each statistic's arrays in `flatten_result`, if the first array has the index `first`."""
     places, start = [], first
     for statistic in see:
-        places.append(range(start, start + count_arrays(statistic)))
-        start += count_arrays(statistic)
+        places.append(range(start, start + statistic.num_arrays))
+        start += statistic.num_arrays
     return places
 
 

@@ -10,8 +10,8 @@ from ..arrays.layouts import Tensors
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents, refuse_no_pairs, refuse_sizes
 from ..call.lookup import LOOKUP
 from ..call.problem import Problem
-from ..statistics import Statistic, TopK, unwrap_mean
-from ..statistics.dispatch import computed_statistic, is_fused
+from ..statistics import Statistic, unwrap_mean
+from ..statistics.dispatch import computed_statistic
 from .runtime.processor import HOST, Processor
 
 __all__ = ["Cpu"]
@@ -46,11 +46,11 @@ class Cpu(Kernel):
     def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
         from .launch.weights_pass import MAX_TOP_K, can_serve
 
-        if not statistic.has_own_problem and is_fused(unwrap_mean(statistic)):
+        if unwrap_mean(statistic).fused_role:
             return "computed with the output"
         if can_serve(problem, computed_statistic(statistic)):
             return "a second pass over the tiles"
-        reason = f" (up to k = {MAX_TOP_K}, a second pass)" if isinstance(statistic, TopK) else ""
+        reason = f" (up to k = {MAX_TOP_K}, a second pass)" if statistic.k else ""
         return super().describe_statistic(problem, statistic) + reason
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:

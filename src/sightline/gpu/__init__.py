@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
 from ..statistics import Statistic, unwrap_mean
-from ..statistics.dispatch import computed_statistic, is_fused
-from .configurations import can_serve
+from ..statistics.dispatch import computed_statistic
 from .refusals import refuse_backward, refuse_forward
 
 __all__ = ["Triton"]
@@ -44,7 +43,9 @@ class Triton(Kernel):
         return render_sources(problem)
 
     def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
-        if not statistic.has_own_problem and is_fused(unwrap_mean(statistic)):
+        from .launch.weights_pass import can_serve
+
+        if unwrap_mean(statistic).fused_role:
             return "computed with the output"
         is_served = can_serve(problem, computed_statistic(statistic))
         return "a second pass over the tiles" if is_served else super().describe_statistic(problem, statistic)

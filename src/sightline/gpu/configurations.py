@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..call.problem import Problem
-from ..statistics import Mean, Reduction, Statistic, TopK
-
-MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
 
 
 @dataclass(frozen=True)
@@ -98,15 +95,3 @@ def _backward_configuration(architecture: str, kernel: str, dtype: str, width: i
     elif architecture != "sm_90" and width < 64:
         wide, narrow, stages = 128, 32, 3
     return Configuration(*((wide, narrow) if kernel == "backward_queries" else (narrow, wide)), warps, stages)
-
-
-def can_serve(problem: Problem, statistic: Statistic) -> bool:
-    """Return True if a kernel of the second pass computes the statistic. `run_weights_pass` has a limit on AMD too."""
-    if isinstance(statistic, TopK):
-        return min(statistic.k, problem.m) <= MAX_TOP_K
-    if isinstance(statistic, Mean):
-        is_mean = statistic.factors is None and not statistic.sums_batch
-        return is_mean and isinstance(statistic.of, Reduction) and statistic.of.is_plain and not statistic.of.axes
-    if not isinstance(statistic, Reduction) or 0 in statistic.grid(problem.n, problem.m):
-        return False
-    return statistic.is_plain or statistic.name == "scores"

@@ -18,12 +18,13 @@ import numpy as np
 
 from ..arrays.operations import resolve_dtype
 from ..call.problem import Problem
-from ..call.spec import count_arrays, split_arrays
+from ..call.spec import split_arrays
 from ..errors import DtypeError
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..reference.dropout import philox_rounds, threshold
-from ..statistics import Lse, Mean, Reduction, Statistic, TopK, unwrap_mean
+from ..statistics import Lse, Reduction, Statistic, TopK, unwrap_mean
+from ..statistics.extremum import find_extremum
 from ..statistics.reduction import cell_of
 from .options import PrimitiveOptions
 
@@ -133,7 +134,7 @@ class _Blocks:
         self.dtype = resolve_dtype(jnp, problem.accumulator)
         self.key, self.value = (x.astype(self.dtype) for x in (problem.key, problem.value))
         self.is_finite = jnp.all(jnp.isfinite(self.value))
-        self.statistics = [unwrap_mean(statistic) for statistic in problem.see if count_arrays(statistic)]
+        self.statistics = [unwrap_mean(statistic) for statistic in problem.see if statistic.num_arrays]
 
     def compute(self, start: Any, query: Any) -> list[Any]:
         """Return output, lse and the statistics' arrays of the block `query`, whose first query is number `start`."""
@@ -214,7 +215,7 @@ class _Blocks:
                 largest, keys = jax.lax.top_k(marked, statistic.k)
                 return [jnp.where(largest < 0, 0, largest), jnp.where(largest < 0, -1, keys)]
             case Reduction():
-                return self.reduce(statistic, self.entries(statistic, scores, weights, lse))
+                return self.reduce(statistic, self.entries(statistic, scores, weights, lse), scores)
         raise NotImplementedError(f"the statistic {statistic!r} in operations of JAX")
 
     def entries(self, statistic: Reduction, scores: Any, weights: Any, lse: Any) -> Any:
@@ -229,7 +230,7 @@ class _Blocks:
         found = self.evaluate(statistic.pair_formula, self.xp.float64, s=s, p=p, **{"ln p": logarithm})
         return statistic.hide(jnp.broadcast_to(found, weights.shape).astype(self.dtype), weights, is_hidden)
 
-    def reduce(self, statistic: Reduction, entries: Any) -> list[Any]:
+    def reduce(self, statistic: Reduction, entries: Any, scores: Any) -> list[Any]:
         """Return the arrays of the sum, maximum or minimum of the entries of the block."""
         if not statistic.axes:
             return [entries]
@@ -238,14 +239,13 @@ class _Blocks:
         if statistic.axes == "ij":
             operation = {"max": jnp.max, "min": jnp.min}.get(statistic.how, jnp.sum)
             return [operation(entries, axis=(-2, -1), initial=statistic.hidden)]
-        axis = -2 if statistic.axes == "i" else -1
+        i, j = self.symbols["i"], self.symbols["j"]
+        axis, positions = (-2, i) if statistic.axes == "i" else (-1, j)
         if not statistic.is_extremum:
             return [jnp.sum(entries, axis=axis)]
-        sign = 1 if statistic.how == "max" else -1
-        first, found = _first_maximum(sign * entries, axis)
-        start = self.symbols["i"][0, 0] if statistic.axes == "i" else 0
-        where = jnp.where(found == -jnp.inf, -1, first + start)
-        return [sign * found, where][: len(statistic.fill_values)]
+        if statistic.finds:
+            positions = jnp.where((scores == -jnp.inf) | (i >= self.problem.n), -1, positions)
+        return _find_extremum(statistic, entries, positions, axis)
 
     def pool(self, statistic: Reduction, weights: Any) -> Any:
         """Return the sum or the maximum of the entries in each cell, (*batch_shape, H, rows, columns)."""
@@ -261,13 +261,14 @@ class _Blocks:
         return jnp.maximum(weights, 0) if statistic.how == "max" and statistic.hidden == 0 else weights
 
 
-def _first_maximum(array: Any, axis: int) -> tuple[Any, Any]:
-    """Return the first index of the largest number along an axis, and the number, whose gradient goes to this index."""
-    if array.shape[axis] == 0:
-        shape = [length for k, length in enumerate(array.shape) if k != axis % array.ndim]
-        return jnp.zeros(shape, int), jnp.full(shape, -jnp.inf, array.dtype)
-    first = jnp.argmax(array, axis=axis, keepdims=True)
-    return jnp.squeeze(first, axis), jnp.squeeze(jnp.take_along_axis(array, first, axis=axis), axis)
+def _find_extremum(statistic: Reduction, values: Any, positions: Any, axis: int) -> list[Any]:
+    """Return the arrays of a maximum or minimum along an axis. The gradient of its value goes to its position."""
+    if values.shape[axis]:
+        found: Any = find_extremum(statistic.how, values, positions, axis)
+    else:
+        shape = [length for k, length in enumerate(values.shape) if k != axis % values.ndim]
+        found = jnp.full(shape, statistic.hidden, values.dtype), jnp.full(shape, -1)
+    return list(found[: len(statistic.fill_values)])
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
@@ -307,21 +308,13 @@ def _join_blocks(statistic: Statistic, arrays: Sequence[Any], problem: Problem) 
     if not isinstance(unwrapped, Reduction) or "i" not in unwrapped.axes:
         joined = [_concatenate(array, problem) for array in arrays]
     elif unwrapped.is_extremum:
-        joined = _join_extrema(arrays, 1 if unwrapped.how == "max" else -1)
+        values, positions = (*arrays, 0)[:2]
+        joined = _find_extremum(unwrapped, values, positions, 0)
     else:
         joined = [jnp.sum(array, axis=0) for array in arrays]
     if isinstance(unwrapped, Reduction) and unwrapped.how == "mean":
         joined = [unwrapped.divide(joined[0], problem.n, problem.m)]
-    return [statistic.average(x, len(problem.batch_shape)) for x in joined] if isinstance(statistic, Mean) else joined
-
-
-def _join_extrema(arrays: Sequence[Any], sign: int) -> list[Any]:
-    """Return the maxima (sign 1) or minima (−1) over the queries of all blocks, and their positions."""
-    values, *positions = arrays
-    first, found = _first_maximum(sign * values, 0)
-    if not len(values):  # no queries
-        return [sign * found, *[jnp.full(found.shape, -1)] * len(positions)]
-    return [sign * found, *[jnp.take_along_axis(array, first[None], axis=0)[0] for array in positions]]
+    return [statistic.average(x, len(problem.batch_shape)) for x in joined]
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..call.options import Options
 from ..call.problem import Problem
-from ..call.spec import Arrays, CallSpec, count_arrays, find_differentiable_results
+from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..call.validation import fold_scale
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_spans
@@ -51,7 +51,7 @@ class PrimitiveOptions:
         rows = (*problem.batch_shape, problem.H, problem.n)
         types = [((*rows, problem.d_v), problem.dtype), (rows, problem.accumulator), ((*rows, 2), "uint32")]
         for statistic in problem.see:
-            types += statistic.outputs(problem) if count_arrays(statistic) else ()
+            types += statistic.outputs(problem) if statistic.num_arrays else ()
         return [jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in types]
 
     def differentiable_results(self, inputs: Sequence[Any]) -> list[int]:

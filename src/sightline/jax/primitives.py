@@ -24,7 +24,6 @@ from ..call.batching import join_spec
 from ..call.problem import NUM_OPERANDS
 from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError
-from ..statistics import Mean
 from ..statistics.reduction import refuse_learned
 from .array_operations import attend, gradients, tangents
 from .custom_call import register
@@ -258,7 +257,7 @@ def _batch(
         jax.ShapeDtypeStruct(x.shape[is_stacked:], x.dtype) for x, is_stacked in zip(arguments, is_mapped, strict=True)
     ]
     old = options.examples(element)
-    has_batch_means = any(isinstance(x, Mean) and x.over_batch for x in spec.statistics(old.tables))
+    has_batch_means = any(x.over_batch for x in spec.statistics(old.tables))
     if any(is_mapped[k] or k in wanted for k in others) or spec.has_seed or has_batch_means:
         results = _compute_in_turn(primitive, arguments, is_mapped, options=options, **more)
         return results, [0] * len(results)

@@ -25,12 +25,12 @@ from ..call.call_cache import EntryResult
 from ..call.gradient_parts import is_lse_too_large
 from ..call.kernel import Gradients, Result
 from ..call.problem import NUM_OPERANDS, Problem, validate
-from ..call.request import CallStructure, Request, has_cached_kinds, machine_setting
-from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, locate_arrays
+from ..call.request import CallStructure, Request, machine_setting
+from ..call.spec import Arrays, CallSpec, flatten_result, locate_arrays
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic
-from ..statistics.dispatch import formulas_of
+from ..statistics.dispatch import cache_key_of, formulas_of
 from .options import FIRST_ARRAY, LSE, OUTPUT, PrimitiveOptions
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class XlaForward(XlaCall):
             formulas = spec.formulas(tables)
             problem = self.make_problem(inputs, formulas)
             result = make_plan(problem, spec.kernel).kernel.run(problem, spec.threads)
-            if request is not None and has_cached_kinds(self.see):
+            if request is not None and cache_key_of(list(self.see)) is not None:
                 read = *formulas, *formulas_of(problem.see)
                 call_cache.insert(request, read, operands, problem, result, _build_result)
         output, lse, *others = flatten_result(self.see, result)
@@ -144,7 +144,8 @@ class XlaForward(XlaCall):
 
     def find_prepared(self) -> PreparedCall | None:
         """Return the call of the kernel; None if it was not repeated, or if it has statistics besides lse."""
-        return None if any(map(count_arrays, self.see)) else self.prepared.get(machine_setting())
+        has_arrays = any(statistic.num_arrays for statistic in self.see)
+        return None if has_arrays else self.prepared.get(machine_setting())
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:

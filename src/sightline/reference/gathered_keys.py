@@ -36,8 +36,8 @@ from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, Offset, as_expression, conjuncts, intern
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
-from ..statistics import Reduction, Statistic, arrays_of, unwrap_mean
-from ..statistics.base import ForwardContext
+from ..statistics import Statistic, arrays_of
+from ..statistics.contexts import ForwardContext
 from ..statistics.dispatch import computed_statistic, dispatch_statistics
 from ..statistics.reduction import cell_of
 from . import streaming
@@ -197,7 +197,7 @@ class Gathering:
     ) -> None:
         """Add the arrays of a part's statistic to the arrays of the whole problem's statistic."""
         xp = self.xp
-        if isinstance(statistic, Reduction) and "i" in statistic.axes:
+        if "i" in statistic.axes:
             self._add_to_cells(statistic, arrays[0], part, part_arrays[0])
             return
         self.rows_of(arrays[0], part.rows)[...] = part_arrays[0]
@@ -207,7 +207,7 @@ class Gathering:
             keys = xp.where(where < 0, where, xp.take_along_axis(keys, xp.clip(where, 0, None), axis=-1))
             self.rows_of(arrays[1], part.rows)[...] = xp.reshape(keys, part_arrays[1].shape)
 
-    def _add_to_cells(self, statistic: Reduction, array: Any, part: GatheredPart, entries: Any) -> None:
+    def _add_to_cells(self, statistic: Any, array: Any, part: GatheredPart, entries: Any) -> None:
         """Combine entries (B, queries, H, 1, c) with the cells of a sum or maximum: over queries, a cell is a key."""
         xp, problem, keys = self.xp, self.problem, part.keys
         cells = statistic if statistic.axes == "ij" else replace(statistic, axes="ij", cells=(1, problem.m))
@@ -229,9 +229,9 @@ class Gathering:
             add_rows(xp.reshape(index, (-1,)), (xp.reshape(array, (-1, 1)), xp.reshape(entries, (-1, 1))))
 
 
-def _entries_of(statistic: Statistic) -> Statistic:
+def _entries_of(statistic: Any) -> Any:
     """Return the statistic of the entries that a sum or maximum over queries combines; any other one unchanged."""
-    if isinstance(statistic, Reduction) and "i" in statistic.axes:
+    if "i" in statistic.axes:
         return replace(statistic, axes="", cells=None, within=None, limit=None)
     return statistic
 
@@ -276,10 +276,9 @@ class Gather(Kernel):
         if problem.dropout:
             yield Refusal("dropout, which depends on the positions of keys", "leave dropout=0")
         for statistic in problem.see:
-            unwrapped = unwrap_mean(statistic)
-            if isinstance(unwrapped, Reduction) and unwrapped.is_matrix:
+            if not statistic.axes:
                 yield Refusal(f"{statistic}, which has an entry for each pair", "leave it out, or use pooled")
-            elif isinstance(unwrapped, Reduction) and unwrapped.axes == "i" and unwrapped.finds:
+            elif statistic.axes == "i" and statistic.finds:
                 yield Refusal(f"{statistic}, which finds queries", "leave it out")
         yield from kernels.refuse_no_pairs(problem)
 

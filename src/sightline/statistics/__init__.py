@@ -1,4 +1,4 @@
-"""The statistics of attention weights that `see=[...]` requests. Their base class is in the module `base`."""
+"""The statistics of attention weights that `see=[...]` requests. Their base class is in the module `statistic`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ast import literal_eval
 from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
-from .base import KeyPart, StatisticGradients, Tile, accumulate_statistics, arrays_of, statistic_gradients, weigh
+from .contexts import KeyPart, StatisticGradients, Tile, accumulate_statistics, arrays_of, statistic_gradients, weigh
 from .head_factors import multiply_heads
 from .library import mass, max, min, pooled, received, scores, sum, weighted_sum, weights
 from .per_query import Lse, TopK, entropy, lse, max_score, top_k

@@ -5,24 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .base import accumulate_statistics
+from ..formula.expression import Expression
+from .contexts import accumulate_statistics
 from .per_query import TopK
 from .reduction import Reduction
 from .statistic import Mean, Statistic, unwrap_mean
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
-    from ..formula.expression import Expression
-
-
-def is_fused(statistic: Statistic) -> bool:
-    """True if the forward kernels compute the statistic beside the output."""
-    return not statistic.reads_tiles or statistic.fused_role is not None
 
 
 def is_in_weights_pass(statistic: Statistic) -> bool:
     """True if the weights pass of the CPU computes the statistic of every head, unless its sizes are beyond limits."""
     return isinstance(statistic, TopK | Reduction) and statistic.fused_role is None
+
+
+def cache_key_of(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
+    """Return (classes and parameters of the statistics, statistics); None if a cached call cannot compute one.
+
+    Statistics with equal classes and parameters differ in their formulas alone.
+    """
+    if type(see) not in (list, tuple):
+        return None
+    key: list[Any] = []
+    for statistic in see:
+        kind = type(statistic)
+        if kind is Mean and computed_statistic(statistic) is not statistic:
+            key += kind, statistic.over_heads, statistic.over_batch, statistic.factors, statistic.sums_batch
+            statistic = statistic.of
+            kind = type(statistic)
+        key.append(kind)
+        parameters = [getattr(statistic, name) for name in getattr(kind, "__match_args__", ())]
+        if kind is Reduction:
+            if not isinstance(statistic.formula, Expression):
+                return None
+            parameters[0] = statistic.is_plain, statistic.fused_role
+        elif not (isinstance(statistic, Statistic) and (statistic.fused_role or is_in_weights_pass(statistic))):
+            return None
+        key += parameters
+    return tuple(key), tuple(see)
 
 
 class FusedStatistics:
@@ -77,7 +98,7 @@ def computed_statistic(statistic: Statistic) -> Statistic:
     A mean of weights or scores is returned unchanged, because the matrices of all heads would fill the memory.
     """
     of = unwrap_mean(statistic)
-    return statistic if isinstance(of, Reduction) and of.is_matrix else of
+    return of if of.axes else statistic
 
 
 def dispatch_statistics(
@@ -100,7 +121,7 @@ def dispatch_statistics(
     def average_arrays(statistic: Statistic) -> list[Any] | None:
         computed = computed_statistic(statistic)
         arrays = compute_arrays(computed)
-        if computed is statistic or arrays is None or not isinstance(statistic, Mean):
+        if computed is statistic or arrays is None:
             return arrays
         return [statistic.average(array, len(problem.batch_shape)) for array in arrays]
 

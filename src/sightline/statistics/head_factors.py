@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays.operations import convert, namespace
 from ..errors import ParameterError
-from .base import weigh
+from .contexts import weigh
 
 # one number for each head, one row of numbers for each layer of a watched model, or 1.0 for all; None stands for 1/H
 Factors = float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None

@@ -10,10 +10,10 @@ from ..arrays.operations import check_float_dtype
 from ..arrays.unreadable import check_kind
 from ..errors import MaskError, ParameterError, check_count
 from ..formula.expression import SYMBOLS, Expression, as_expression, walk, where
-from .base import MAX_RESULT_BYTES
+from .contexts import MAX_RESULT_BYTES
+from .per_query import WeightedSum
 from .reduction import EXTREMES, Rectangle, Reduction
 from .statistic import Statistic
-from .weighted_rows import WeightedSum
 
 j, s, p = (SYMBOLS[name] for name in "jsp")
 Over = Expression | tuple[Expression, ...]

@@ -24,10 +24,9 @@ from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Apply, Expression, Lookup, apply, walk, where
 from ..formula.tables import Table
-from .base import (
+from .contexts import (
     MAX_RESULT_BYTES,
     BackwardContext,
-    Extremum,
     ForwardContext,
     KeyPart,
     Outer,
@@ -37,6 +36,7 @@ from .base import (
     literal_text,
     weigh,
 )
+from .extremum import Extremum, find_extremum, join_extrema
 from .statistic import Statistic
 from .weight_formulas import LOG_P, degree_in, is_entropy, split_logarithms
 
@@ -103,17 +103,12 @@ class Reduction(Statistic):
         return self.how in ("max", "min")
 
     @property
-    def finds(self) -> bool:
+    def finds(self) -> bool:  # type: ignore[override]
         """True if the result says where the maximum or minimum is."""
         return self.is_extremum and len(self.axes) == 1 and self.hidden != 0
 
     @property
-    def is_matrix(self) -> bool:
-        """True if nothing is reduced, so that the result has an entry for every pair."""
-        return not self.axes
-
-    @property
-    def is_linear(self) -> bool:
+    def is_linear(self) -> bool:  # type: ignore[override]
         return not self.is_extremum
 
     @property
@@ -180,10 +175,6 @@ class Reduction(Statistic):
         is_sum = (self.how, self.axes) == ("sum", "j") and "ln p" not in self.pair_formula.free_symbols
         return degree_in(self.pair_formula, p) if is_sum else None
 
-    @property
-    def is_mergeable(self) -> bool:  # type: ignore[override]
-        return self.fused_role is not None
-
     @cached_property
     def vanishes(self) -> bool:
         """True if f is 0 where p is 0."""
@@ -236,9 +227,6 @@ class Reduction(Statistic):
             )
 
     # -- computation --------------------------------------------------------------------------------------------------
-    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        self.add_entries(arrays, self.entries(tile, context), tile, context)
-
     def entries(self, tile: Tile, context: ForwardContext) -> Any:
         """Return f of every pair of a tile, (*batch_shape, H, rows, columns); `hidden` at hidden pairs."""
         if self.is_plain:
@@ -262,13 +250,12 @@ class Reduction(Statistic):
             values = xp.where(weights == 0, xp.zeros_like(values), values)
         return xp.where(is_hidden & ~xp.isnan(weights), xp.full_like(values, self.hidden), values)
 
-    def add_entries(self, arrays: list[Any], entries: Any, tile: Tile, context: ForwardContext) -> None:
-        """Add the entries of a tile to the arrays, in place."""
-        xp, array = context.xp, arrays[0]
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        xp, array, entries = context.xp, arrays[0], context.average(self.entries(tile, context))
         if not self.axes:
             array[..., tile.rows, tile.columns] = xp.astype(entries, array.dtype)
         elif self.finds:
-            self._find(arrays, entries, tile, xp)
+            self._find(arrays, entries, tile, context)
         elif len(self.axes) == 1:
             axis, positions = (-2, tile.columns) if self.axes == "i" else (-1, tile.rows)
             array[..., positions] = self.combine(array[..., positions], self.reduce(entries, axis))
@@ -287,18 +274,15 @@ class Reduction(Statistic):
         xp, more = namespace(array), namespace(array).astype(more, array.dtype)
         return array + more if not self.is_extremum else (xp.maximum if self.how == "max" else xp.minimum)(array, more)
 
-    def _find(self, arrays: list[Any], entries: Any, tile: Tile, xp: Any) -> None:
-        """Update the maximum or minimum and its position. NaN counts as larger, or smaller, than every number."""
-        sign = 1 if self.how == "max" else -1
-        axis, kept, reduced = (-2, tile.columns, tile.rows) if self.axes == "i" else (-1, tile.rows, tile.columns)
-        current, positions = (array[..., kept] for array in arrays)
-        found = self.reduce(xp.astype(entries, current.dtype), axis)
-        first = xp.argmax(xp.where(xp.isnan(entries), xp.full_like(entries, math.inf), sign * entries), axis=axis)
-        is_visible = xp.any(tile.scores != -math.inf, axis=axis)
-        is_new = (positions < 0) | (sign * found > sign * current) | (xp.isnan(found) & ~xp.isnan(current))
-        is_new = is_new & is_visible
-        arrays[0][..., kept] = xp.where(is_new, found, current)
-        arrays[1][..., kept] = xp.where(is_new, first + reduced.start, positions)
+    def _find(self, arrays: list[Any], entries: Any, tile: Tile, context: ForwardContext) -> None:
+        """Update the maximum or minimum and its position."""
+        xp, (_, _, i, j) = context.xp, context.problem.positions(context.xp, tile.rows, tile.columns)
+        axis, kept, reduced = (-2, tile.columns, i) if self.axes == "i" else (-1, tile.rows, j)
+        positions = xp.where(tile.scores == -math.inf, -1, reduced)
+        value, where = find_extremum(self.how, entries, positions, axis)
+        found = xp.astype(value, arrays[0].dtype), where
+        joined = join_extrema(self.how, [array[..., kept] for array in arrays], found)
+        arrays[0][..., kept], arrays[1][..., kept] = joined
 
     def _add_to_cells(self, array: Any, entries: Any, tile: Tile, context: ForwardContext) -> None:
         lengths, target = (context.problem.n, context.problem.m), []
@@ -349,7 +333,7 @@ class Reduction(Statistic):
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
         if self.fused_role == "max_score":
             scores: list[Any] = [part.arrays for part in parts]
-            return list(reduce(_larger_score, scores))
+            return list(reduce(partial(join_extrema, "max"), scores))
         if self.fused_role == "entropy":
             return [reduce(add, map(_share_of_entropy, parts))]
         return [reduce(add, [weigh(part.factor, part.arrays[0]) for part in parts])]
@@ -378,9 +362,8 @@ class Reduction(Statistic):
             needs_all = _may_underflow(context, (context.arrays or context.compute(self))[0])
         if by_log is not ZERO:  # ln p = s − lse
             formulas["lse"] = -context.compute(Reduction(times_factor(gradient, by_log), "sum", "j"))
-        return StatisticGradients(
-            **formulas, weights_sum=self._known_weights_sum(context), includes_zero_weights=needs_all
-        )
+        known_sum = self._known_weights_sum(context) if "weights" in formulas else None
+        return StatisticGradients(**formulas, weights_sum=known_sum, includes_zero_weights=needs_all)
 
     def _known_weights_sum(self, context: BackwardContext) -> Any:
         """Return Σⱼ P ∘ `StatisticGradients.weights` if it follows from the result of the forward pass, else None."""
@@ -435,16 +418,6 @@ def _share_of_entropy(part: KeyPart) -> Any:
     xp = namespace(part.arrays[0])
     logarithm = xp.log(xp.where(part.factor == 0, 1.0, part.factor))
     return weigh(part.factor, part.arrays[0] - part.total * logarithm)
-
-
-def _larger_score(first: Any, second: Any) -> tuple[Any, Any]:
-    """Return the larger of two (score, key); of equal scores, the one with the smaller key. NaN is the largest."""
-    (score, key), (other_score, other_key) = first, second
-    xp = namespace(score)
-    is_equal = (score == other_score) | (xp.isnan(score) & xp.isnan(other_score))
-    is_new = (other_score > score) | (xp.isnan(other_score) & ~xp.isnan(score))
-    is_new = is_new | (is_equal & (other_key >= 0) & (other_key < key))
-    return xp.where(is_new, other_score, score), xp.where(is_new, other_key, key)
 
 
 def _may_underflow(context: BackwardContext, largest: Any) -> bool:

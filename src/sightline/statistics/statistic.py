@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Never, Self
 
 import numpy as np
 
-from ..arrays.operations import convert, namespace
-from ..errors import ParameterError
+from ..arrays.operations import accumulator, convert, dtype_name, namespace
+from ..caching import cached_property
+from ..errors import FormulaError, ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
-from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile, literal_text
+from .contexts import BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, literal_text
 from .head_factors import Factors, check_factors, format_factors, multiply_heads, parse_factors
 from .restriction import (
     Indices,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from ..call.problem import Problem
 
 
-class Statistic(StatisticBase):
+class Statistic:
     """A statistic with methods that restrict it to some queries and heads, or sum or average it over an axis.
 
     Examples
@@ -44,7 +46,29 @@ class Statistic(StatisticBase):
     (array([4., 0.], dtype=float32), array([[1.67]], dtype=float32), array([[3.]], dtype=float32))
     """
 
-    def rows(self, indices: Any) -> Selection:
+    # A subclass is a frozen dataclass of its parameters, with a `name`, the `shapes` of its arrays and their update by
+    # a tile (`add`). It overrides another member only if the default does not fit.
+    name: str
+    axes: str = "j"  # the axes of a pair that are reduced: "j", "i", "ij" or ""
+    k: int = 0  # the number of largest weights that are listed for each query; 0 if none are listed
+    finds: bool = False  # True if the last array has positions, −1 for none
+    fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
+    reads_tiles: bool = True  # False if the statistic follows from lse alone
+    is_linear: bool = False  # True if it sums entries of pairs, so that a mean over heads or batch may average these
+    has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
+    fused_role: ClassVar[str | None] = None  # what a forward kernel computes for it; see `Reduction.fused_role`
+    is_differentiable: bool = True
+    backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass
+    backward_computes: bool = False  # True if `backward` calls `BackwardContext.compute` whatever arrays are saved
+    is_mean: bool = False  # True for a `Mean`, whose fields are the next four
+    over_heads: bool = False
+    over_batch: bool = False
+    factors: Factors = None
+    sums_batch: bool = False
+    over_layers: bool = False  # True if the results of a watch's calls are added
+    layer_factors: tuple[Any, ...] = ()  # the factors of each layer of a watch; () if all layers have the same
+
+    def rows(self, indices: Any) -> Statistic:
         """Return the statistic restricted to these queries. Only these queries are computed.
 
         Parameters
@@ -71,7 +95,7 @@ class Statistic(StatisticBase):
         """
         return _select(self, rows=indices)
 
-    def heads(self, indices: Any) -> Selection:
+    def heads(self, indices: Any) -> Statistic:
         """Return the statistic restricted to these query heads. Indices and errors are like those of `rows`."""
         return _select(self, heads=indices)
 
@@ -107,15 +131,66 @@ class Statistic(StatisticBase):
         """
         return _reduce(self, "sum", axis, weights)
 
-    def at_layer(self, layer: int) -> Statistic:
-        """Return the statistic that a watch requests of the layer with this number."""
-        return self
+    # -- sizes --------------------------------------------------------------------------------------------------------
+    @cached_property
+    def num_arrays(self) -> int:
+        """The number of arrays that the statistic adds to the output and the lse of a call; 0 for the lse itself."""
+        return len(self.fill_values)
 
-    def check_layers(self, count: int, is_end: bool = False) -> None:
-        """Raise ParameterError if the statistic has one row of weights for each layer, and fewer rows than `count`.
+    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the arrays: by default (*outer, n) for each array, that is one number per query."""
+        return ((*outer, n),) * len(self.fill_values)
 
-        If `is_end`, a watch of `count` layers has ended, and more rows than `count` are an error, too.
+    def dtypes(self, problem: Problem) -> tuple[str, ...]:
+        """Return the dtypes of the arrays: by default the accumulator's dtype, and int64 for a second array."""
+        return (accumulator(dtype_name(problem.query)), "int64")[: len(self.fill_values)]
+
+    def outputs(self, problem: Problem) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Return (shape, dtype) of each array of the statistic, for the whole problem."""
+        shapes = self.shapes(problem, (*problem.batch_shape, problem.H), problem.n)
+        return tuple(zip(shapes, self.dtypes(problem), strict=True))
+
+    def head_axis(self, batch_ndim: int) -> int | None:
+        """Return the index of the arrays' head axis, with `batch_ndim` batch axes; None if there is no head axis."""
+        return batch_ndim
+
+    def check(self, problem: Problem, outer: Outer, n: int) -> None:
+        """Raise if the statistic does not fit the problem. The check reads shapes and dtypes, not entries of arrays."""
+
+    # -- computation --------------------------------------------------------------------------------------------------
+    def start(self, context: ForwardContext) -> list[Any]:
+        """Return the arrays before the first tile."""
+        problem = context.problem
+        shapes = self.shapes(problem, context.outer, problem.n)
+        return [context.full(*array) for array in zip(self.fill_values, shapes, self.dtypes(problem), strict=True)]
+
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        """Add a tile to the arrays, in place. A linear statistic adds `context.average` of its entries."""
+        raise NotImplementedError(type(self).__name__)
+
+    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
+        """Return the final arrays; called after the last tile."""
+        return arrays
+
+    @property
+    def is_mergeable(self) -> bool:
+        """True if `merge` computes the statistic from its results over disjoint sets of keys."""
+        return self.fused_role is not None
+
+    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
+        """Return the statistic's arrays over the keys of all parts; `lse` is the lse over these keys.
+
+        The key positions in the arrays of a part count from the start of the whole sequence.
         """
+        raise NotImplementedError(type(self).__name__)
+
+    def average(self, array: Any, batch_ndim: int) -> Any:
+        """Return the mean or sum of an array (*batch_shape, H, ...) over the axes that the statistic averages over."""
+        return array
+
+    def summed_axes(self, problem: Problem) -> tuple[int, int]:
+        """Return (number of batches, number of heads) that are added for each entry of the result."""
+        return (problem.B if self.over_batch else 1), (problem.H if self.over_heads else 1)
 
     def make_own_problem(self, problem: Problem) -> Problem:
         """Return a problem with this statistic alone; `extract_result` reads the result of that problem."""
@@ -125,6 +200,72 @@ class Statistic(StatisticBase):
         """Return this statistic from the result of its own problem."""
         return result.seen[0]
 
+    def build_result(self, arrays: Sequence[Any]) -> Any:
+        """Return the user's result: the only array, or a named tuple of several arrays."""
+        return arrays[0]
+
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        """Return the terms that the statistic's gradient adds to the gradients of weights, scores and lse."""
+        return StatisticGradients()
+
+    # -- layers of a watch --------------------------------------------------------------------------------------------
+    def at_layer(self, layer: int) -> Statistic:
+        """Return the statistic that a watch requests of the layer with this number."""
+        return self
+
+    def check_layers(self, count: int, is_end: bool = False) -> None:
+        """Raise ParameterError if the statistic has one row of weights for each layer, and fewer rows than `count`.
+
+        If `is_end`, a watch of `count` layers has ended, and more rows than `count` are an error, too.
+        """
+        rows = len(self.layer_factors)
+        if rows and (rows < count or (is_end and rows != count)):
+            raise ParameterError(
+                f"weights of {rows} layers, in a watch of {'' if is_end else 'at least '}{count} layers",
+                "a row of weights for each layer",
+                "a row for each watched layer; layers=... of the watch selects layers",
+            )
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+    def map_formulas(self, change: Callable[[Any], Any]) -> Self:
+        """Return the statistic with `change` applied to its formula; the statistic itself if it has no formula."""
+        return self
+
+    def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
+        """Return name and parameters as tokens, which `deserialize` reads. No token has a line break or a "|"."""
+        own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
+        return [self.name, *[literal_text(value) for value in own]]
+
+    def _refuse_arithmetic(self, other: Any = None) -> Any:
+        raise ParameterError(f"arithmetic with {self!r}", "a request, without numbers", "compute with its results")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = _refuse_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __rtruediv__ = _refuse_arithmetic
+
+    def to_expression(self) -> Never:
+        """Raise FormulaError: a formula reads the result of an earlier call, not a request."""
+        raise FormulaError(
+            f"{self!r} inside a formula",
+            "p, s, positions, numbers and tables",
+            f"make a first call with see=[{self!r}], then read its result: table(result)[b, h, i] for a number of each "
+            "query, [b, h, j] for one of each key",
+        )
+
+    def format_over(self, axes: str) -> str | None:
+        """Return the text of the sum of this statistic over `axes`, such as "hj"; None if it has another form."""
+        return None
+
+    def __repr__(self) -> str:
+        fields = {field: getattr(self, field) for field in self.__match_args__}  # type: ignore[attr-defined]
+        defaults = {field: getattr(type(self), field, None) for field in fields}
+        shown = [f"{field}={value!r}" for field, value in fields.items() if repr(value) != repr(defaults[field])]
+        return f"{self.name}({', '.join(shown)})"
+
+
+def _read_of(name: str) -> Any:
+    """Return the property that has the value of this attribute of `of`."""
+    return property(lambda self: getattr(self.of, name))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Derived(Statistic):
@@ -132,13 +273,7 @@ class Derived(Statistic):
 
     of: Statistic
 
-    @property
-    def is_differentiable(self) -> bool:  # type: ignore[override]
-        return self.of.is_differentiable
-
-    @property
-    def axes(self) -> str:  # type: ignore[override]
-        return self.of.axes
+    axes, is_differentiable, layer_factors = map(_read_of, ("axes", "is_differentiable", "layer_factors"))
 
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return self.of.dtypes(problem)
@@ -152,9 +287,6 @@ class Derived(Statistic):
     def at_layer(self, layer: int) -> Statistic:
         return replace(self, of=self.of.at_layer(layer))
 
-    def check_layers(self, count: int, is_end: bool = False) -> None:
-        self.of.check_layers(count, is_end)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Selection(Derived):
@@ -165,10 +297,7 @@ class Selection(Derived):
 
     name = "selection"
     has_own_problem = True
-
-    @property
-    def fill_values(self) -> tuple[float, ...]:  # type: ignore[override]
-        return self.of.fill_values
+    finds, fill_values = map(_read_of, ("finds", "fill_values"))
 
     def __repr__(self) -> str:
         shown = [
@@ -203,18 +332,6 @@ class Selection(Derived):
     def extract_result(self, result: Result, problem: Problem) -> Any:
         return self.of.extract_result(result, problem)
 
-    def mean(self, axis: str, weights: Any = None) -> Statistic:
-        return self._reduced(self.of.mean(axis, weights))
-
-    def sum(self, axis: str, weights: Any = None) -> Statistic:
-        return self._reduced(self.of.sum(axis, weights))
-
-    def _reduced(self, of: Statistic) -> Statistic:
-        """Return this selection of `of`, a sum or mean. A sum over layers is returned as a sum of this selection."""
-        if isinstance(of, OverLayers):
-            return OverLayers(Selection(of.of, self.queries, self.query_heads), of.how)
-        return Selection(of, self.queries, self.query_heads)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mean(Derived):
@@ -231,14 +348,8 @@ class Mean(Derived):
     sums_batch: bool = False
 
     name = "mean"
-
-    @property
-    def reads_tiles(self) -> bool:  # type: ignore[override]
-        return self.of.reads_tiles
-
-    @property
-    def has_own_problem(self) -> bool:  # type: ignore[override]
-        return self.of.has_own_problem
+    is_mean = True
+    reads_tiles, has_own_problem = map(_read_of, ("reads_tiles", "has_own_problem"))
 
     def __repr__(self) -> str:
         sums = "b" * (self.over_batch and self.sums_batch) + "h" * (self.over_heads and self.factors == 1.0)
@@ -262,21 +373,21 @@ class Mean(Derived):
         self.of.check(problem, outer if self.has_own_problem else self.remaining_outer(outer), n)
         check_factors(self.factors, outer[-1])
 
-    def start(self, context: ForwardContext) -> list[Any]:
+    def _average_entries(self, context: ForwardContext) -> ForwardContext:
+        """Return the context in which `of` is computed. If `of` is linear, its entries are averaged."""
         if not self.of.is_linear:
-            return self.of.start(context)
-        reduced = replace(context, outer=self.remaining_outer(context.outer))
-        if 0 not in context.outer:
-            return self.of.start(reduced)
-        shapes = self.of.shapes(context.problem, reduced.outer, context.problem.n)  # the mean over no heads is 0
-        return [reduced.full(0.0, *array) for array in zip(shapes, self.dtypes(context.problem), strict=True)]
+            return context
+        average = partial(self.average, batch_ndim=len(context.problem.batch_shape))
+        return replace(context, outer=self.remaining_outer(context.outer), average=average)
+
+    def start(self, context: ForwardContext) -> list[Any]:
+        arrays = self.of.start(self._average_entries(context))
+        if self.of.is_linear and 0 in context.outer:  # the mean over no heads is 0
+            arrays = [namespace(array).zeros_like(array) for array in arrays]
+        return arrays
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        if self.of.is_linear:
-            entries = self.average(self.of.entries(tile, context), len(context.problem.batch_shape))
-            self.of.add_entries(arrays, entries, tile, context)
-        else:
-            self.of.add(arrays, tile, context)
+        self.of.add(arrays, tile, self._average_entries(context))
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         finished = self.of.finish(arrays, context)
@@ -285,7 +396,6 @@ class Mean(Derived):
         return [self.average(array, len(context.problem.batch_shape)) for array in finished]
 
     def average(self, array: Any, batch_ndim: int) -> Any:
-        """Return the mean or sum of an array (*batch_shape, H, ...) over the axes that this statistic removes."""
         averaged = self.averaged_axes(batch_ndim)
         axes = (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads
         array = multiply_heads(array, batch_ndim, self.factors)
@@ -319,22 +429,12 @@ class Mean(Derived):
         return self.average(self.of.extract_result(result, problem), len(problem.batch_shape))
 
     @property
-    def layer_factors(self) -> tuple[Any, ...]:
-        """The factors of each layer of a watch; () if all layers have the same."""
+    def layer_factors(self) -> tuple[Any, ...]:  # type: ignore[override]
         rows = self.factors if isinstance(self.factors, tuple) else ()
         return rows if rows and isinstance(rows[0], tuple) else ()
 
     def at_layer(self, layer: int) -> Statistic:
         return replace(self, factors=self.layer_factors[layer]) if self.layer_factors else self
-
-    def check_layers(self, count: int, is_end: bool = False) -> None:
-        rows = len(self.layer_factors)
-        if rows and (rows < count or (is_end and rows != count)):
-            raise ParameterError(
-                f"weights of {rows} layers, in a watch of {'' if is_end else 'at least '}{count} layers",
-                "a row of weights for each layer",
-                "a row for each watched layer; layers=... of the watch selects layers",
-            )
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
         flags = repr(self.over_heads), repr(self.over_batch), literal_text(self.factors), repr(self.sums_batch)
@@ -352,26 +452,10 @@ class OverLayers(Derived):
 
     name = "over_layers"
     has_own_problem = True
+    over_layers = True
 
     def __repr__(self) -> str:
         return f'{self.of!r}.{self.how}("layers")'
-
-    def rows(self, indices: Any) -> OverLayers:  # type: ignore[override]
-        return replace(self, of=self.of.rows(indices))
-
-    def heads(self, indices: Any) -> OverLayers:  # type: ignore[override]
-        return replace(self, of=self.of.heads(indices))
-
-    def mean(self, axis: str, weights: Any = None) -> OverLayers:
-        return self._reduced(self.of.mean(axis, weights))
-
-    def sum(self, axis: str, weights: Any = None) -> OverLayers:
-        return self._reduced(self.of.sum(axis, weights))
-
-    def _reduced(self, of: Statistic) -> OverLayers:
-        if isinstance(of, OverLayers):
-            raise ParameterError(f'a sum or mean over "layers" of {self!r}', "one sum or mean over layers", repr(self))
-        return replace(self, of=of)
 
     def at_layer(self, layer: int) -> Statistic:
         return self.of.at_layer(layer)
@@ -384,8 +468,10 @@ class OverLayers(Derived):
         )
 
 
-def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
+def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Statistic:
     """Return the statistic restricted to these queries or heads, and to those that were selected earlier."""
+    if isinstance(of, OverLayers):
+        return replace(of, of=_select(of.of, rows, heads))
     queries = None if rows is None else parse_indices("rows", rows)
     query_heads = None if heads is None else parse_indices("heads", heads)
     if not isinstance(of, Selection):
@@ -400,10 +486,14 @@ def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
 
 
 def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
-    """Return the sum or mean of a statistic over an axis."""
+    """Return the sum or mean of a statistic over an axis. Sums over layers come last, and selections before them."""
     if axis not in ("heads", "batch", "layers"):
         raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', f'weights().{how}("heads")')
-    if len(of.fill_values) > 1:
+    if isinstance(of, OverLayers) and axis == "layers":
+        raise ParameterError(f'a sum or mean over "layers" of {of!r}', "one sum or mean over layers", repr(of))
+    if isinstance(of, OverLayers) or (isinstance(of, Selection) and axis != "layers"):
+        return replace(of, of=_reduce(of.of, how, axis, weights))
+    if of.finds:
         raise ParameterError(
             f"{of}.{how}({axis!r}), which finds positions",
             "statistics without positions",

@@ -15,21 +15,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..call.batching import join_spec
 from ..call.problem import NUM_OPERANDS
-from ..call.spec import CallSpec, count_arrays
-from ..statistics import Lse, Mean, Statistic, multiply_heads, unwrap_mean
+from ..call.spec import CallSpec
+from ..statistics import Statistic, lse, multiply_heads, unwrap_mean
 
 if TYPE_CHECKING:
     from .derivatives import Derivative
 
 Type = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
-NO_MEAN = Mean(Lse())  # over no axis
+LSE = lse()
 
 
 def batch(
@@ -64,11 +64,11 @@ class _Kind:
     Parameters
     ----------
     name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
-    mean : the mean of a statistic, by default one over no axis
+    of : the statistic that the array belongs to; it says whether heads or batch are averaged
     """
 
     name: str
-    mean: Mean = NO_MEAN
+    of: Statistic = LSE
 
 
 ROWS, TABLE, SINKS, SEED = (_Kind(name) for name in ("rows", "table", "sinks", "seed"))
@@ -95,8 +95,7 @@ class _Join:
         types = tuple([(tuple(shape), x.dtype) for shape, x in zip(shapes, tensors, strict=True)])[first:]
         problem = spec.problem(spec.unflatten([_example(*each) for each in types]))
         self.batch_shape, self.size, self.num_heads = problem.batch_shape, size, problem.H
-        of_statistics = [(_Kind("rows", x) if isinstance(x, Mean) else ROWS, count_arrays(x)) for x in problem.see]
-        results = [kind for kind, count in of_statistics for _ in range(count)]
+        results = [_Kind("rows", statistic) for statistic in problem.see for _ in range(statistic.num_arrays)]
         kinds, output_kinds = _kinds(derivative, [ROWS, ROWS, *results])
         has_gradients = derivative.order > 0
         self.has_joined_heads = SINKS in kinds and (
@@ -126,17 +125,17 @@ class _Join:
             tensor = tensor[:, None].expand(self.size, self.num_batches, self.num_heads)
             return tensor.reshape(-1)
         batch_shape, heads = self.batch_shape, self.num_heads
-        if kind.mean.over_batch:
+        if kind.of.over_batch:
             shape = self.size, *batch_shape, *tensor.shape[1:]
             tensor = (tensor / self.batch_divisor(kind)).view(self.size, *[1] * len(batch_shape), *tensor.shape[1:])
             tensor = tensor.expand(shape)
         if not self.has_joined_heads:
             return tensor
         axis = 1 + len(batch_shape)
-        if kind.mean.over_heads:
-            tensor = (tensor / max(heads, 1) if kind.mean.factors is None else tensor).unsqueeze(axis)
+        if kind.of.over_heads:
+            tensor = (tensor / max(heads, 1) if kind.of.factors is None else tensor).unsqueeze(axis)
             tensor = tensor.expand(*tensor.shape[:axis], heads, *tensor.shape[axis + 1 :])
-            tensor = multiply_heads(tensor, axis, kind.mean.factors)
+            tensor = multiply_heads(tensor, axis, kind.of.factors)
         return tensor.flatten(0, axis).unsqueeze(0)
 
     def split(self, kind: _Kind, tensor: Tensor) -> Tensor:
@@ -149,10 +148,10 @@ class _Join:
         if self.has_joined_heads:
             heads = tensor.shape[1] // max(self.size * self.num_batches, 1)  # those of query or those of key
             tensor = tensor.reshape(self.size, *self.batch_shape, heads, *tensor.shape[2:])
-            if kind.mean.over_heads:
-                tensor = multiply_heads(tensor, axis, kind.mean.factors).sum(axis)
-                tensor = tensor / max(heads, 1) if kind.mean.factors is None else tensor
-        if kind.mean.over_batch and axis > 1:
+            if kind.of.over_heads:
+                tensor = multiply_heads(tensor, axis, kind.of.factors).sum(axis)
+                tensor = tensor / max(heads, 1) if kind.of.factors is None else tensor
+        if kind.of.over_batch and axis > 1:
             tensor = tensor.sum(tuple(range(1, axis))) / self.batch_divisor(kind)
         return tensor
 
@@ -161,7 +160,7 @@ class _Join:
         return math.prod(self.batch_shape)
 
     def batch_divisor(self, kind: _Kind) -> int:
-        return 1 if kind.mean.sums_batch else max(self.num_batches, 1)
+        return 1 if kind.of.sums_batch else max(self.num_batches, 1)
 
 
 def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
@@ -191,14 +190,13 @@ def _join_spec(
     pairs = zip(old.tables, is_mapped, strict=True)
     new = [_example((size, *x.shape) if one else x.shape, x.dtype) for x, one in pairs]
 
-    def change(statistic: Statistic) -> Statistic:
+    def change(statistic: Any) -> Any:
         """Return the statistic without the mean over the batch, and without the mean over heads if heads are joined."""
-        if not isinstance(statistic, Mean):
-            return statistic
+        of = unwrap_mean(statistic)
         over_heads = statistic.over_heads and not has_joined_heads
-        if over_heads or isinstance(statistic.of, Lse):  # lse without a mean has no array of its own
-            factors = statistic.factors if over_heads else None
-            return replace(statistic, over_batch=False, over_heads=over_heads, factors=factors)
-        return unwrap_mean(statistic)
+        if not statistic.is_mean or (of.num_arrays and not over_heads):  # lse without a mean has no array of its own
+            return of
+        factors = statistic.factors if over_heads else None
+        return replace(statistic, over_batch=False, over_heads=over_heads, factors=factors)
 
     return join_spec(spec, old, new, is_mapped, has_joined_heads=has_joined_heads, change=change)

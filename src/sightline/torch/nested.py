@@ -21,7 +21,7 @@ from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup
 from ..formula.tables import Table
 from ..formula.torch_masks import is_causal_bias
-from ..statistics import Lse, Reduction, Statistic
+from ..statistics import Statistic
 
 
 def is_nested(*arrays: Any) -> bool:
@@ -170,8 +170,7 @@ def _lengths(nested: Any) -> Any:
 
 
 def _check_statistic(statistic: Statistic) -> Statistic:
-    is_sum = isinstance(statistic, Reduction) and statistic.axes == "j" and not statistic.finds
-    if not (is_sum or isinstance(statistic, Lse)):
+    if statistic.axes != "j" or statistic.finds or statistic.is_mean or statistic.has_own_problem:
         raise ParameterError(
             f"{statistic!r} of nested tensors",
             "lse(), entropy(), mass(...) and sum(..., over=j)",

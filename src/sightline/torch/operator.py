@@ -21,7 +21,7 @@ from ..arrays.operations import has_heads_in_rows
 from ..arrays.unreadable import check_device
 from ..call.kernel import Gradients, Plan, Result
 from ..call.problem import Problem, validate
-from ..call.spec import Arrays, CallSpec, count_arrays, flatten_result, split_arrays
+from ..call.spec import Arrays, CallSpec, flatten_result, split_arrays
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
 from ..reference import streaming
@@ -144,7 +144,7 @@ def _forward_shapes(*args: Any) -> list[Tensor]:
     output = _order_heads(query.new_empty((*rows, problem.d_v)), query)
     outputs = [output, query.new_empty(rows, dtype=torch.float64)]
     for statistic in problem.see:
-        if count_arrays(statistic):
+        if statistic.num_arrays:
             made = statistic.outputs(problem)
             outputs += [query.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in made]
     return outputs
@@ -207,7 +207,7 @@ def apply_chain_rule(
     """
     problem = make_problem(arrays, spec)
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
-    d_results = [gradient_by_index.get(k) for k in range(2 + sum(map(count_arrays, problem.see)))]
+    d_results = [gradient_by_index.get(k) for k in range(2 + sum([statistic.num_arrays for statistic in problem.see]))]
     slots = spec.table_slots(problem)
     table_indices = [slots[table] for table in wanted_tables]
     plan = None if saved is None else make_plan(problem, spec.kernel)

@@ -11,10 +11,10 @@ from fault_planting import Fault
 from sample_problems import arrays
 from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays.operations import to_numpy
-from sightline.gpu.configurations import MAX_TOP_K, can_serve
 from sightline.gpu.kernels import fused_statistics, tile_ops, weights_pass, weights_pooled, weights_top_k
 from sightline.gpu.launch import weights_pass as launch_weights_pass
 from sightline.gpu.launch.tile_schedule import make_schedule
+from sightline.gpu.launch.weights_pass import MAX_TOP_K, can_serve
 from sightline.reference.definition import compute_stages
 from sightline.reference.streaming import Streaming
 from sightline.statistics import arrays_of
@@ -294,7 +294,7 @@ FAULTS = {  # the fault, and the statistic that shows it
         Fault(launch_weights_pass.statistic_launch, 'statistic.how == "max"', 'statistic.how == ""'), "received('max')",
     ),
     "a sum for a mean": (
-        Fault(launch_weights_pass.run_weights_pass, "math.prod(summed_axes(problem, statistic))", "1"),
+        Fault(launch_weights_pass.run_weights_pass, "math.prod(statistic.summed_axes(problem))", "1"),
         "weights().mean('heads')",
     ),
     "ranges of queries for keys": (Fault(launch_weights_pass._weights_pass_launch, "of_keys", "False"), "received()"),

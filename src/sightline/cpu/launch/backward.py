@@ -21,8 +21,8 @@ from ...call.gradient_parts import (
 from ...call.kernel import BACKWARD_SUMS, GivenGradients, Gradients
 from ...call.problem import OPERANDS, Problem
 from ...formula.expression import SYMBOLS
-from ...statistics import Reduction, StatisticGradients
-from ...statistics.reduction import p, times_factor
+from ...statistics import StatisticGradients, library
+from ...statistics.reduction import j, p, times_factor
 from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
@@ -229,7 +229,7 @@ def _sum_over_keys(
     _, *unread = gradients.formulas.values()
     value = None if problem.row_formats else problem.value[..., :1]
     assert gradients.weights is not None
-    product = Reduction(times_factor(p, gradients.weights), "sum", "j")
+    product = library.sum(times_factor(p, gradients.weights), over=j)
     narrow = problem.with_statistics(product, value=value)
     fused, lse = CpuFusedStatistics(narrow, unread), np.empty((*problem.batch_shape, problem.H, problem.n))
     call = forward(narrow, make_output(narrow), lse, threads, processor, fused)

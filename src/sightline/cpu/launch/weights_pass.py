@@ -20,8 +20,9 @@ from ...arrays.operations import Framework, convert, dtype_name, empty, framewor
 from ...call.gradient_parts import MAX_LSE
 from ...call.problem import Problem
 from ...formula.expression import Expression
-from ...statistics import Mean, Reduction, Statistic, TopK, unwrap_mean
+from ...statistics import Statistic, unwrap_mean
 from ...statistics.dispatch import formulas_of, is_in_weights_pass
+from ...statistics.extremum import join_extrema
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
 from ..kernels.kernel_spec import KEY_BLOCK, ReductionRole, round_up
 from ..kernels.weights_pass import WeightSums, WeightTiles
@@ -118,12 +119,10 @@ def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Pr
 
 def can_serve(problem: Problem, statistic: Statistic) -> bool:
     """True if there is a weights pass for the statistic, and something to compute."""
-    of = unwrap_mean(statistic)
-    if 0 in problem.extent or not is_in_weights_pass(of) or (isinstance(statistic, Mean) and of.fill_values != (0.0,)):
+    of: Any = unwrap_mean(statistic)
+    if 0 in problem.extent or not is_in_weights_pass(of) or (statistic.is_mean and of.fill_values != (0.0,)):
         return False
-    if isinstance(statistic, TopK):
-        return min(statistic.k, problem.m) in range(1, MAX_TOP_K + 1)
-    return not isinstance(statistic, Reduction) or 0 not in statistic.grid(problem.n, problem.m)
+    return min(of.k, problem.m) <= MAX_TOP_K if of.k else 0 not in of.grid(problem.n, problem.m)
 
 
 def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> list[list[Any]] | None:
@@ -147,10 +146,11 @@ def is_lse_imprecise(problem: Problem, lse: Any) -> bool:
 
 def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
     """True if a pass that computes the statistics `others` can compute this one as well."""
-    joined = [unwrap_mean(x) for x in (statistic, *others)]
-    axes, kinds = [x.axes for x in joined], [type(x) for x in joined]
-    is_alone = "" in axes or any(isinstance(x, Reduction) and x.within for x in joined)
-    return not is_alone and len(joined) <= MAX_STATISTICS and axes.count("ij") < 2 and kinds.count(TopK) < 2
+    joined: list[Any] = [unwrap_mean(x) for x in (statistic, *others)]
+    axes = [x.axes for x in joined]
+    is_alone = "" in axes or any(x.axes == "ij" and x.within for x in joined)
+    has_both = axes.count("ij") > 1 or sum([x.k > 0 for x in joined]) > 1
+    return not (is_alone or has_both) and len(joined) <= MAX_STATISTICS
 
 
 def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int, ...], processor: Processor) -> Bound:
@@ -161,29 +161,28 @@ def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int,
     and numbers of all formulas of the call.
     """
     first, of_call = statistics[0], formulas_of(problem.see)
-    is_matrix = isinstance(first, Reduction) and not first.axes
-    writer = WeightSums if isinstance(first, Mean) else WeightTiles if is_matrix else WeightStatistics
+    writer = WeightSums if first.is_mean else WeightStatistics if first.axes else WeightTiles
     kernel = {WeightSums: "weight_sums", WeightTiles: "weights", WeightStatistics: "statistics"}[writer]
     roles = tuple([_role(unwrap_mean(x), of_call) for x in statistics])
     reads_formulas = any(isinstance(role, ReductionRole) and role.formula for role in roles)
     formulas = (of_call, []) if reads_formulas else ([], of_call)
-    k = max(min(x.k, problem.m) if isinstance(x, TopK) else 0 for x in statistics)
+    k = max(min(x.k, problem.m) for x in statistics)
     arguments, spec = prepare(kernel, problem, processor, *formulas, roles=roles, k=k)
     unit_stride = *spec.unit_stride[:2], True
     spec = replace(spec, d_v=1, unit_stride=unit_stride, has_sinks=False, has_dropout=False)
     grid = Grid.of(arguments, statistics)
     fields = {"batches": problem.B, **vars(grid)}
-    if isinstance(first, Mean):
+    if first.is_mean:
         fields |= _summed_heads(arguments, first)
     call = BoundWeightsPass(arguments, spec, writer, fields, processor)
     arrays = tuple([_describe_arrays(problem, statistic, grid) for statistic in statistics])
     return arguments, StatisticsPass(call, arrays, indices, reads_formulas)
 
 
-def _role(statistic: Statistic, formulas: Sequence[Expression]) -> str | ReductionRole:
+def _role(statistic: Any, formulas: Sequence[Expression]) -> str | ReductionRole:
     """Return the role of a statistic in a kernel's spec. `formulas` are those of all statistics of the call."""
-    if not isinstance(statistic, Reduction):
-        return statistic.name
+    if statistic.k:
+        return str(statistic.name)
     how, formula = "sum" if statistic.how == "mean" else statistic.how, 0
     if not statistic.is_plain:
         formula = 2 + next(k for k, each in enumerate(formulas) if each is statistic.pair_formula)
@@ -222,9 +221,10 @@ class Grid:
         problem, block = arguments.problem, arguments.query_block
         n, m, key_blocks = problem.n, problem.m, -(-problem.m // KEY_BLOCK)
         axes = {statistic.axes for statistic in statistics}
-        cells = next((x for x in statistics if isinstance(x, Reduction) and x.axes == "ij"), None)
-        (first, last), keys = cells.rectangle(n, m) if cells else ((0, n), (0, m))
-        matrices = problem.B * problem.H // math.prod(_summed_matrices(problem, statistics[0]))
+        cells: Any = next((x for x in statistics if x.axes == "ij"), None)
+        (first, last), (first_key, last_key) = cells.rectangle(n, m) if cells else ((0, n), (0, m))
+        rows, columns = cells.grid(n, m) if cells else (0, 0)
+        matrices = problem.B * problem.H // math.prod(statistics[0].summed_axes(problem))
         query_blocks = -(-last // block) - first // block
         split_size = -(-key_blocks // min(-(-TARGET_ITEMS // matrices), key_blocks)) if axes == {"i"} else key_blocks
         num_splits = -(-key_blocks // split_size)
@@ -236,13 +236,15 @@ class Grid:
             block,
             first,
             last,
-            *keys,
+            first_key,
+            last_key,
             -(-last // block),
             range_size,
             num_ranges,
             split_size,
             num_splits,
-            *(cells.grid(n, m) if cells else (0, 0)),
+            rows,
+            columns,
         )
 
     def rows_of_range(self, index: int) -> slice:
@@ -254,41 +256,34 @@ class Grid:
         return slice(low, high + 1)
 
 
-def _summed_matrices(problem: Problem, statistic: Statistic) -> tuple[int, int]:
-    """Return (number of batches, number of heads) that a mean sums over; (1, 1) if the statistic is no mean."""
-    if not isinstance(statistic, Mean):
-        return 1, 1
-    return (problem.B if statistic.over_batch else 1), (problem.H if statistic.over_heads else 1)
-
-
-def _summed_heads(arguments: KernelArguments, mean: Mean) -> dict[str, int]:
+def _summed_heads(arguments: KernelArguments, mean: Statistic) -> dict[str, int]:
     """Return the fields of `WeightSums` that say which heads are added, and by which factors."""
     B, H = arguments.problem.B, arguments.problem.H
     factors = np.tile(mean.factors if isinstance(mean.factors, tuple) else np.ones(H), B)  # of every head
     steps = {(False, True): (1, H), (True, False): (H, 1), (True, True): (1, 0), (False, False): (1, 1)}
     step, output_step = steps[mean.over_batch, mean.over_heads]
-    count = math.prod(_summed_matrices(arguments.problem, mean))
+    count = math.prod(mean.summed_axes(arguments.problem))
     return {"factors": arguments.retain(factors), "count": count, "step": step, "output_step": output_step}
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
-def _describe_arrays(problem: Problem, statistic: Statistic, grid: Grid) -> StatisticArrays:
+def _describe_arrays(problem: Problem, statistic: Any, grid: Grid) -> StatisticArrays:
     """Return the arrays of a statistic. By default these are the arrays that the kernel fills."""
     outer, n, m = (*problem.batch_shape, problem.H), problem.n, problem.m
     shapes, dtypes = statistic.shapes(problem, outer, n), statistic.dtypes(problem)
     filler: float | None = None
     finish: Callable[[list[Any]], list[Any]] = list
-    if isinstance(statistic, Mean):
-        batches, heads = _summed_matrices(problem, statistic)
+    if statistic.is_mean:
+        batches, heads = statistic.summed_axes(problem)
         divisor = (1 if statistic.sums_batch else batches) * (heads if statistic.factors is None else 1)
         finish = partial(_divide, divisor, dtypes[0])
         dtypes, filler = (problem.accumulator,), 0.0
-    elif isinstance(statistic, TopK):
+    elif statistic.k:
         shapes = ((*outer, n, min(statistic.k, m)),) * 2
         finish = partial(_add_ranks, statistic.k)
-    elif isinstance(statistic, Reduction) and statistic.axes != "j":
+    elif statistic.axes != "j":
         how = statistic.map_formulas(lambda _: None)  # the tables of a formula would be kept alive
         if not statistic.axes:
             filler = statistic.hidden
@@ -321,26 +316,21 @@ def _add_ranks(k: int, arrays: list[Any]) -> list[Any]:
     return padded
 
 
-def _merge_sums(statistic: Reduction, n: int, m: int, arrays: list[Any]) -> list[Any]:
+def _merge_sums(statistic: Any, n: int, m: int, arrays: list[Any]) -> list[Any]:
     """Return sums, means or maxima over queries. Each range of queries has its part; they are combined in order."""
     total = reduce(statistic.combine, arrays[0][0, ..., :m])
     return [total / (n if statistic.how == "mean" else 1)]  # a new array without gaps, also if the divisor is 1
 
 
-def _merge_extrema(statistic: Reduction, n: int, m: int, arrays: list[Any]) -> list[Any]:
+def _merge_extrema(statistic: Any, n: int, m: int, arrays: list[Any]) -> list[Any]:
     """Return the maxima or minima of all ranges of queries, and their first positions."""
-    values, positions = (array[0, ..., :m] for array in arrays)
-    xp = namespace(values)
-    for more, places in zip(*(array[1:, ..., :m] for array in arrays), strict=True):
-        is_larger = more > values if statistic.how == "max" else more < values
-        is_larger = is_larger | (xp.isnan(more) & ~xp.isnan(values)) | (positions < 0)
-        values, positions = (
-            xp.where(is_larger & (places >= 0), new, old) for new, old in ((more, values), (places, positions))
-        )
-    return [xp.asarray(array, copy=True) for array in (values, positions)]
+    ranges = zip(*[array[..., :m] for array in arrays], strict=True)
+    return [
+        namespace(array).asarray(array, copy=True) for array in reduce(partial(join_extrema, statistic.how), ranges)
+    ]
 
 
-def _merge_cells(statistic: Reduction, grid: Grid, n: int, m: int, dtype: str, arrays: list[Any]) -> list[Any]:
+def _merge_cells(statistic: Any, grid: Grid, n: int, m: int, dtype: str, arrays: list[Any]) -> list[Any]:
     """Return the means, sums or maxima of cells. Each range of queries has its part; they are combined in order."""
     (parts,), xp = arrays, namespace(arrays[0])
     cells = parts

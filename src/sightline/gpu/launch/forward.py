@@ -11,7 +11,7 @@ import torch
 from ...call.kernel import Result
 from ...call.problem import Problem
 from ...reference.streaming import Streaming
-from ...statistics import Lse, unwrap_mean
+from ...statistics import unwrap_mean
 from ..codegen.formula_functions import collect_tables
 from ..configurations import Configuration, architecture_of, select
 from ..kernels.decode import decode, merge_splits
@@ -60,7 +60,7 @@ def record_forward(
     done = [(launch, launch.launch()) for launch in launches]
     results = [output, lse]
     for statistic in map(unwrap_mean, problem.see):
-        arrays = [] if isinstance(statistic, Lse) else fused_statistics.arrays_of(statistic)
+        arrays = fused_statistics.arrays_of(statistic) if statistic.num_arrays else []
         if arrays is None:
             return None
         results += arrays

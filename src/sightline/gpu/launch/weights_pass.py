@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from ...call.problem import Problem
+from ...formula.expression import SYMBOLS
 from ...reference.streaming import TileOps
 from ...reference.streaming import compute_statistics as compute_by_streaming
-from ...statistics import Mean, Reduction, Statistic, TopK
-from ...statistics.base import ForwardContext
-from ...statistics.dispatch import FusedStatistics, dispatch_statistics
-from ..configurations import Configuration, can_serve, select
+from ...statistics import Statistic, unwrap_mean
+from ...statistics.contexts import ForwardContext
+from ...statistics.dispatch import FusedStatistics, dispatch_statistics, is_in_weights_pass
+from ..configurations import Configuration, select
 from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_top_k import top_k
@@ -26,6 +27,7 @@ from .arguments import Operands
 from .launches import KernelLaunch
 from .tile_schedule import make_schedule
 
+MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
 MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a block of queries
 MAX_PROGRAM_CELLS = (16, 64)  # most (rows, columns) of cells that one program of `pooled` computes
 
@@ -76,6 +78,18 @@ def compute_statistics(
     return dispatch_statistics(problem, lse, compute_arrays, lambda rest: compute_by_streaming(TileOps(rest), lse))
 
 
+def can_serve(problem: Problem, statistic: Any) -> bool:
+    """Return True if a kernel of the second pass computes the statistic. `run_weights_pass` has a limit on AMD too."""
+    of: Any = unwrap_mean(statistic)
+    if of.k:
+        return bool(min(of.k, problem.m) <= MAX_TOP_K)
+    if not is_in_weights_pass(of) or 0 in of.grid(problem.n, problem.m):
+        return False
+    if statistic.is_mean:
+        return statistic.factors is None and not statistic.sums_batch and bool(of.is_plain)
+    return bool(of.is_plain or (of.formula is SYMBOLS["s"] and of.hidden == -math.inf and not of.axes))
+
+
 def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architecture: str) -> list[Any] | None:
     """Return a statistic's arrays, computed by a second pass over the tiles; None if no kernel computes the statistic.
 
@@ -85,14 +99,14 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
     - on AMD the mean of weights: a program adds one head's weights to the sums of the previous heads in memory, and on
       AMD Triton's barrier does not make a thread's writes to memory visible to the other threads of the program.
     """
-    is_mean = isinstance(statistic, Mean)  # the mean of weights, since no kernel computes another mean
+    is_mean = statistic.is_mean  # the mean of weights, since no kernel computes another mean
     if not can_serve(problem, statistic) or (is_mean and architecture.startswith("gfx")):
         return None
     arrays = allocate_outputs(problem, statistic)
     with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
         statistic_launch(problem, lse, statistic, arrays, architecture).launch()
     if is_mean:
-        arrays = [arrays[0] / math.prod(summed_axes(problem, statistic))]
+        arrays = [arrays[0] / math.prod(statistic.summed_axes(problem))]
     else:
         arrays = statistic.finish(arrays, ForwardContext(problem, lse, (*problem.batch_shape, problem.H)))
     return [array.to(getattr(torch, name)) for array, name in zip(arrays, statistic.dtypes(problem), strict=True)]
@@ -101,9 +115,9 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
 def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
     """Return the output arrays of a kernel. Entries that the kernel does not write already hold their result."""
     shapes, dtypes = statistic.shapes(problem, (*problem.batch_shape, problem.H), problem.n), statistic.dtypes(problem)
-    if isinstance(statistic, Mean):  # so that the sum over batches and heads is rounded once, after its division
+    if statistic.is_mean:  # so that the sum over batches and heads is rounded once, after its division
         dtypes = (problem.accumulator,)
-    if isinstance(statistic, Reduction) and statistic.axes == "ij":
+    if statistic.axes == "ij":
         dtypes = ("float64",)
     return [
         problem.query.new_full(shape, fill, dtype=getattr(torch, dtype))
@@ -111,41 +125,32 @@ def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
     ]
 
 
-def summed_axes(problem: Problem, statistic: Statistic) -> tuple[int, int]:
-    """Return (number of batches, number of heads) that a mean sums over; (1, 1) if the statistic is no mean."""
-    if not isinstance(statistic, Mean):
-        return 1, 1
-    return (problem.B if statistic.over_batch else 1), (problem.H if statistic.over_heads else 1)
-
-
-def statistic_launch(
-    problem: Problem, lse: Any, statistic: Statistic, arrays: list[Any], architecture: str
-) -> KernelLaunch:
+def statistic_launch(problem: Problem, lse: Any, statistic: Any, arrays: list[Any], architecture: str) -> KernelLaunch:
     """Return the launch of the kernel that fills a statistic's arrays."""
     sizes = select("weights_pass", problem, architecture)
     heads, blocks = problem.B * problem.H, -(-problem.n // sizes.rows)
     arguments = {"lse": lse, "output": arrays[0]}
-    if isinstance(statistic, Reduction) and statistic.axes == "i":
+    if statistic.axes == "i":
         blocks = -(-problem.m // sizes.keys)
         arguments |= {"blocks": blocks, "USE_MAX": statistic.how == "max"}
         return _weights_pass_launch(problem, received, heads * blocks, sizes, arguments, of_keys=True)
-    if isinstance(statistic, TopK):
+    if statistic.k:
         padded_k = 1 << max(min(statistic.k, problem.m) - 1, 1).bit_length()
         rows = min(sizes.rows, max(MAX_TOP_K_ENTRIES // padded_k, 16))
         blocks = -(-problem.n // rows)
         arguments |= {"blocks": blocks, "where": arrays[1], "k": statistic.k, "K": padded_k}
         return _weights_pass_launch(problem, top_k, heads * blocks, replace(sizes, rows=rows), arguments)
-    if isinstance(statistic, Reduction) and statistic.axes == "ij":
+    if statistic.axes == "ij":
         grid, programs = _grid_arguments(problem, statistic, sizes)
         return _weights_pass_launch(problem, pooled, heads * programs, sizes, arguments | grid)
-    batches, summed_heads = summed_axes(problem, statistic)
-    output_kind = "sums" if isinstance(statistic, Mean) else "scores" if statistic.name == "scores" else "weights"
+    batches, summed_heads = statistic.summed_axes(problem)
+    output_kind = "sums" if statistic.is_mean else "weights" if statistic.is_plain else "scores"
     arguments |= {"blocks": blocks, "batches": batches, "heads": summed_heads, "OUTPUT_KIND": output_kind}
     programs = heads // (batches * summed_heads) * blocks
     return _weights_pass_launch(problem, dense_weights, programs, sizes, arguments)
 
 
-def _grid_arguments(problem: Problem, statistic: Reduction, sizes: Configuration) -> tuple[dict[str, Any], int]:
+def _grid_arguments(problem: Problem, statistic: Any, sizes: Configuration) -> tuple[dict[str, Any], int]:
     """Return the arguments of `pooled` that describe the grid of cells, and the number of programs of a head."""
     (i0, i1), (j0, j1) = statistic.rectangle(problem.n, problem.m)
     rows, columns = statistic.grid(problem.n, problem.m)

@@ -29,7 +29,6 @@ from ...partition.parts import Sums, combine, part_of, read_part, start
 from ...partition.shards import Shards, Span
 from ...reference import streaming
 from ...statistics import (
-    Lse,
     Statistic,
     StatisticGradients,
     Tile,
@@ -50,9 +49,7 @@ def attention_by_ring(
     group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
 ) -> tuple[Tensor, list[Sequence[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic."""
-    per_query = tuple(
-        [statistic for statistic in problem.see if statistic.is_mergeable and not isinstance(statistic, Lse)]
-    )
+    per_query = tuple([statistic for statistic in problem.see if statistic.is_mergeable and statistic.num_arrays])
     over_queries = tuple([statistic for statistic in problem.see if not statistic.is_mergeable])
     queries, keys = shards
     B, H, _, _ = problem.extent
@@ -74,7 +71,7 @@ def attention_by_ring(
     arrays_by_statistic: dict[Statistic, Sequence[Tensor]] = dict(
         zip(per_query, split_arrays(per_query, rounded, 0), strict=True)
     )
-    arrays_by_statistic |= {statistic: [lse.to(ring.dtype)] for statistic in problem.see if isinstance(statistic, Lse)}
+    arrays_by_statistic |= {statistic: [lse.to(ring.dtype)] for statistic in problem.see if not statistic.num_arrays}
     arrays_by_statistic |= ring.statistics_of_pairs(local[0], local[1], lse.double(), over_queries)
     return output, [arrays_by_statistic[statistic] for statistic in problem.see]
 

@@ -28,7 +28,7 @@ from ...call.validation import (
 )
 from ...errors import ParameterError
 from ...partition.shards import ShardLayout, Shards, check_shards
-from ...statistics import Mean, Reduction, Statistic, unwrap_mean
+from ...statistics import Statistic, unwrap_mean
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled, make_seed
 from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard
@@ -200,7 +200,7 @@ def _check_statistics(problem: Problem) -> None:
     """Raise ParameterError if a statistic cannot be computed across ranks."""
     for statistic in problem.see:
         one = unwrap_mean(statistic)
-        if not one.is_mergeable and not (isinstance(one, Reduction) and one.axes and not one.finds):
+        if one.has_own_problem or not (one.is_mergeable or (one.axes and not one.finds)):
             raise ParameterError(
                 f"see={statistic!r} across ranks",
                 "lse, entropy, max_score, mass, top_k, sums over i or j, cells, and their sums and means",
@@ -220,8 +220,7 @@ def _check_dropout(problem: Problem, keys: Shards) -> None:
 
 def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tensor]) -> Any:
     """Return the result of a statistic. If it is a mean over heads or batches, `arrays` are not averaged yet."""
-    if isinstance(statistic, Mean):
-        arrays = [statistic.average(array, len(problem.batch_shape)) for array in arrays]
+    arrays = [statistic.average(array, len(problem.batch_shape)) for array in arrays]
     if not statistic.is_differentiable:
         arrays = [array.detach() for array in arrays]
     return statistic.build_result(arrays)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...call.validation import suggest_statistic
 from ...errors import ParameterError
 from ...recording import Call, Kind, Seen, Total, map_arrays, select_names
-from ...statistics import OverLayers, Statistic
+from ...statistics import Statistic
 from ..layer_calls import LayerCall
 from .running_modules import Running, RunningModules
 
@@ -72,7 +72,7 @@ class Watcher:
         self.asked = _read_layers(layers, tuple(self.by_path))
         # of each statistic the sum or mean over layers; None if the results of its calls are kept
         self.totals = [
-            Total(statistic, name) if isinstance(statistic, OverLayers) else None
+            Total(statistic, name) if statistic.over_layers else None
             for statistic, name in zip(statistics, names or [""] * len(statistics), strict=True)
         ]
         if any(self.totals) and self._counts_from_end():

@@ -1,4 +1,4 @@
-"""The base class of statistics. It defines their arrays, the update by a tile of weights, and the gradient formula.
+"""What statistics read and return in a forward and a backward pass, and the passes over all statistics of a problem.
 
 P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden.
 """
@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Never, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import accumulator, dtype_name, namespace, resolve_dtype
-from ..errors import FormulaError, ParameterError
+from ..arrays.operations import namespace, resolve_dtype
 from ..formula.expression import SYMBOLS, Expression, as_expression, specialize
 from ..formula.tables import Table
 
@@ -41,18 +40,6 @@ class Tile:
     lse: Any = None  # (..., H, rows): the lse of these queries
 
 
-class Extremum(NamedTuple):
-    """A largest or smallest number (`value`), and the position j or i of the first pair that has it (`where`)."""
-
-    value: Any
-    where: Any
-
-    @property
-    def score(self) -> Any:
-        """The number, for `max_score`."""
-        return self.value
-
-
 class KeyPart(NamedTuple):
     """A statistic over some of the keys, and the factor by which a merge multiplies the weights of these keys."""
 
@@ -63,11 +50,16 @@ class KeyPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The inputs from which a statistic is computed, besides the tiles. `outer` are the lengths of the leading axes."""
+    """The inputs from which a statistic is computed, besides the tiles.
+
+    `outer` are the lengths of the leading axes. `average` averages the entries of a linear statistic over those of
+    (*batch_shape, H) that `outer` lacks.
+    """
 
     problem: Problem
     lse: Any  # (*batch_shape, H, n) float64
     outer: Outer
+    average: Callable[[Any], Any] = lambda entries: entries
 
     @property
     def xp(self) -> Any:
@@ -80,7 +72,7 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class BackwardContext:
-    """The inputs of `StatisticBase.backward`. Its methods make formulas of b, h, i, j and s; s is the final score."""
+    """The inputs of `Statistic.backward`. Its methods make formulas of b, h, i, j and s; s is the final score."""
 
     problem: Problem
     lse: Any
@@ -158,124 +150,6 @@ class StatisticGradients:
         return reduce(add, terms) if terms else None
 
 
-class StatisticBase:
-    """The base class of every statistic. A statistic is a frozen dataclass of its parameters.
-
-    A subclass defines `name`, the `shapes` of its arrays and their update by a tile (`add`). It overrides another
-    method only if the default does not fit.
-    """
-
-    name: str
-    axes: str = "j"  # the axes of a pair that are reduced: "j", "i", "ij" or ""
-    reads_tiles: bool = True  # False if the statistic follows from lse alone
-    fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
-    has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
-    is_mergeable: ClassVar[bool] = False  # True if `merge` computes it from its results over disjoint sets of keys
-    fused_role: ClassVar[str | None] = None  # what a forward kernel computes for it; see `Reduction.fused_role`
-    is_differentiable: bool = True
-    backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass
-    backward_computes: bool = False  # True if `backward` calls `BackwardContext.compute` whatever arrays are saved
-
-    @property
-    def is_linear(self) -> bool:
-        """True if the statistic sums its `entries`, so that a mean over heads or batch may average these."""
-        return False
-
-    # -- sizes --------------------------------------------------------------------------------------------------------
-    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the arrays: by default (*outer, n) for each array, that is one number per query."""
-        return ((*outer, n),) * len(self.fill_values)
-
-    def dtypes(self, problem: Problem) -> tuple[str, ...]:
-        """Return the dtypes of the arrays: by default the accumulator's dtype, and int64 for a second array."""
-        return (accumulator(dtype_name(problem.query)), "int64")[: len(self.fill_values)]
-
-    def outputs(self, problem: Problem) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Return (shape, dtype) of each array of the statistic, for the whole problem."""
-        shapes = self.shapes(problem, (*problem.batch_shape, problem.H), problem.n)
-        return tuple(zip(shapes, self.dtypes(problem), strict=True))
-
-    def head_axis(self, batch_ndim: int) -> int | None:
-        """Return the index of the arrays' head axis, with `batch_ndim` batch axes; None if there is no head axis."""
-        return batch_ndim
-
-    def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        """Raise if the statistic does not fit the problem. The check reads shapes and dtypes, not entries of arrays."""
-
-    # -- computation --------------------------------------------------------------------------------------------------
-    def start(self, context: ForwardContext) -> list[Any]:
-        """Return the arrays before the first tile."""
-        problem = context.problem
-        shapes = self.shapes(problem, context.outer, problem.n)
-        return [context.full(*array) for array in zip(self.fill_values, shapes, self.dtypes(problem), strict=True)]
-
-    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        """Add a tile to the arrays, in place."""
-        raise NotImplementedError(type(self).__name__)
-
-    def entries(self, tile: Tile, context: ForwardContext) -> Any:
-        """Return the number of every pair of a tile that a linear statistic sums, (*batch_shape, H, rows, columns)."""
-        raise NotImplementedError(type(self).__name__)
-
-    def add_entries(self, arrays: list[Any], entries: Any, tile: Tile, context: ForwardContext) -> None:
-        """Add `entries` of a tile, or their mean over some of the leading axes, to the arrays, in place."""
-        raise NotImplementedError(type(self).__name__)
-
-    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        """Return the final arrays; called after the last tile."""
-        return arrays
-
-    def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
-        """Return the statistic's arrays over the keys of all parts; `lse` is the lse over these keys.
-
-        The key positions in the arrays of a part count from the start of the whole sequence.
-        """
-        raise NotImplementedError(type(self).__name__)
-
-    def build_result(self, arrays: Sequence[Any]) -> Any:
-        """Return the user's result: the only array, or a named tuple of several arrays."""
-        return arrays[0]
-
-    def backward(self, context: BackwardContext) -> StatisticGradients:
-        """Return the terms that the statistic's gradient adds to the gradients of weights, scores and lse."""
-        return StatisticGradients()
-
-    # -- parameters ---------------------------------------------------------------------------------------------------
-    def map_formulas(self, change: Callable[[Any], Any]) -> Self:
-        """Return the statistic with `change` applied to its formula; the statistic itself if it has no formula."""
-        return self
-
-    def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
-        """Return name and parameters as tokens, which `deserialize` reads. No token has a line break or a "|"."""
-        own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        return [self.name, *[literal_text(value) for value in own]]
-
-    def _refuse_arithmetic(self, other: Any = None) -> Any:
-        raise ParameterError(f"arithmetic with {self!r}", "a request, without numbers", "compute with its results")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = _refuse_arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = __rtruediv__ = _refuse_arithmetic
-
-    def to_expression(self) -> Never:
-        """Raise FormulaError: a formula reads the result of an earlier call, not a request."""
-        raise FormulaError(
-            f"{self!r} inside a formula",
-            "p, s, positions, numbers and tables",
-            f"make a first call with see=[{self!r}], then read its result: table(result)[b, h, i] for a number of each "
-            "query, [b, h, j] for one of each key",
-        )
-
-    def format_over(self, axes: str) -> str | None:
-        """Return the text of the sum of this statistic over `axes`, such as "hj"; None if it has another form."""
-        return None
-
-    def __repr__(self) -> str:
-        fields = {field: getattr(self, field) for field in self.__match_args__}  # type: ignore[attr-defined]
-        defaults = {field: getattr(type(self), field, None) for field in fields}
-        shown = [f"{field}={value!r}" for field, value in fields.items() if repr(value) != repr(defaults[field])]
-        return f"{self.name}({', '.join(shown)})"
-
-
 def accumulate_statistics(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> tuple[Any, ...]:
     """Return every statistic of `problem.see`, from lse and at most one pass over the tiles.
 
@@ -303,29 +177,25 @@ def statistic_gradients(
     `d_seen` holds, for each statistic, the gradient of the first array of its result; None if that array has no
     gradient. `saved` holds each statistic's arrays from the forward pass, () for arrays that were not saved.
     `compute(statistic)` returns the result of another statistic of the problem; None if no statistic needs one, see
-    `StatisticBase.backward_computes`.
+    `Statistic.backward_computes`.
     """
     requested = zip(problem.see, d_seen, saved or [()] * len(d_seen), strict=False)
-    gradients = [
+    terms = [
         statistic.backward(BackwardContext(problem, lse, compute, gradient, arrays=arrays))
         for statistic, gradient, arrays in requested
         if gradient is not None
     ]
 
-    def sum_present(field: str) -> Any:
-        terms = [getattr(terms_of_statistic, field) for terms_of_statistic in gradients]
-        present = [term for term in terms if term is not None]
+    def total(field: str) -> Any:
+        present = [getattr(term, field) for term in terms if getattr(term, field) is not None]
         return reduce(add, present) if present else None
 
-    sums = [
-        terms_of_statistic.weights_sum for terms_of_statistic in gradients if terms_of_statistic.weights is not None
-    ]
     return StatisticGradients(
-        weights=sum_present("weights"),
-        scores=sum_present("scores"),
-        lse=sum_present("lse"),
-        weights_sum=reduce(add, sums) if sums and all(known is not None for known in sums) else None,
-        includes_zero_weights=any(terms_of_statistic.includes_zero_weights for terms_of_statistic in gradients),
+        weights=total("weights"),
+        scores=total("scores"),
+        lse=total("lse"),
+        weights_sum=None if any(term.needs_weights_sum for term in terms) else total("weights_sum"),
+        includes_zero_weights=any(term.includes_zero_weights for term in terms),
     )
 
 
