@@ -174,7 +174,7 @@ class Total:
                 raise ParameterError(
                     f"{self.statistic!r} with results of shape {old}, and of shape {new} in {layer}",
                     "results of one shape, as those of one forward pass",
-                    f"layers=[...] for layers of one kind; in a generation see=[{self.statistic.of!r}] for each call",
+                    "layers=[...] for layers of one kind; in a generation the statistic of each call",
                 )
             self._sum = result if self._sum is None else self._sum + result
             self.count += 1
@@ -463,7 +463,7 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], w
         if isinstance(selector, str):
             fitting = [name for name in names if fnmatchcase(name, selector)]
         else:
-            is_number = isinstance(selector, int) and not isinstance(selector, bool)
+            is_number = isinstance(selector, int | np.integer) and not isinstance(selector, bool)
             fitting = [names[selector]] if is_number and -len(names) <= selector < len(names) else []
         if not fitting:
             near = get_close_matches(str(selector).strip("*."), names, 4, 0.3) or names[:4]

@@ -91,7 +91,7 @@ DIFFERENTIABLE = {
     ),
     "entropy, the sum of heads": lambda x: sightline.entropy().sum("heads"),
     "scores": lambda x: sightline.scores(),
-    "rows and heads": lambda x: sightline.weights().rows([-1, 0]).heads([1, 0]),
+    "rows and heads": lambda x: sightline.weights().rows([np.int64(-1), 0]).heads([np.int64(1), 0]),
     "one head of a group": lambda x: sightline.entropy().heads([1]).mean("heads"),
     "weighted_sum": lambda x: sightline.weighted_sum(x),
     "weighted_sum, a part": lambda x: sightline.weighted_sum(x).rows(slice(1, None)).mean("heads"),
@@ -459,6 +459,8 @@ def attend(*see, arrays=(X, X, X)):
 
 
 LARGE = np.zeros((1, 1, 1 << 15, 1), np.float32)  # its weights take 4 GiB
+
+
 ERRORS = {
     "no key to find": (lambda: sightline.top_k(0), ParameterError, "top_k(k=0)", "at least 1"),
     "half a key": (lambda: sightline.top_k(1.5), ParameterError, "top_k(k=1.5)", "whole number"),
@@ -482,14 +484,14 @@ ERRORS = {
     ),
     "another way": (lambda: sightline.received("median"), ParameterError, "'median'", '"sum"'),
     "the last 0": (lambda: sightline.received(last=0), ParameterError, "last=0", "None for all"),
-    "a mask of numbers": (lambda: attend(sightline.mass(i - j)), MaskError, "mass(i − j)", "sum(p * (i − j), over=j)"),
-    "a mask that reads p": (lambda: sightline.mass(p > 0.1), MaskError, "mass(p > 0.1)"),
+    "a mask of numbers": (lambda: attend(sightline.mass(i - j)), MaskError, "mass(i − j)", "sum(p * formula, over=j)"),
+    "a mask that reads p": (lambda: sightline.mass(p > 1), MaskError, "mass(p > 1)", "where(formula, p, 0), over=j)"),
     "p in a mask": (lambda: sightline.attention(X, X, X, mask=p > 0), MaskError, "reads the weight p"),
     "p in a score": (lambda: sightline.attention(X, X, X, score=s + p), MaskError, "reads the weight p"),
     "a sum over a length": (lambda: sightline.sum(p, over=sightline.n), ParameterError, "over=n", "over=j"),
     "a sum over text": (lambda: sightline.sum(p, over="j"), ParameterError, "over='j'", "from sightline import j"),
     "a comparison of a maximum": (lambda: sightline.max(p, over=j) > 0.3, ParameterError, "compute with its results"),
-    "a statistic in a formula": (lambda: np.log(p) + sightline.entropy(), FormulaError, "table(result)[b, h, i]"),
+    "a statistic in a formula": (lambda: p + sightline.sum(p * i, over=j), FormulaError, "table(result)[b, h, i]"),
     "a statistic of a statistic": (
         lambda: sightline.sum(sightline.max(p, over=j), over=sightline.i),
         FormulaError,
@@ -497,7 +499,9 @@ ERRORS = {
     ),
     "the weight of another pair": (lambda: sightline.sum(p[j, sightline.i], over=j), FormulaError, "[b, h, j, i]"),
     "a sum of a sum": (lambda: sightline.sum(p, over=j) ** 2, ParameterError, "arithmetic with sum(p, over=j)"),
-    "a formula in see": (lambda: attend(p * p), ParameterError, "p·p in see=", "sightline.sum(p·p, over=j)"),
+    "a formula in see": (lambda: attend(p * p), ParameterError, "p·p in see=", "sightline.sum(formula, over=j)"),
+    "a mean of a statistic by NumPy": (lambda: np.mean(sightline.lse()), ParameterError, "arithmetic with lse()"),
+    "an exponential of a statistic": (lambda: np.exp(sightline.lse()), ParameterError, "arithmetic with lse()"),
     "a sum over one axis twice": (lambda: sightline.sum(p, over=(j, j)), ParameterError, "over=(j, j)"),
     "a maximum over heads": (lambda: sightline.max(p, over=(sightline.h, j)), ParameterError, "i, j or both"),
     "cells of queries": (lambda: sightline.sum(p, over=j, cells=(2, 2)), ParameterError, "over=(i, j)"),
@@ -565,8 +569,8 @@ ERRORS = {
         "require gradients",
         "detach()",
     ),
-    "weights that are words": (
-        lambda: sightline.weights().mean("heads", weights="ab"),
+    "words as weights": (
+        lambda: sightline.lse().mean("heads", "ab"),
         ParameterError,
         "weights='ab'",
         "H finite numbers",
@@ -579,11 +583,7 @@ ERRORS = {
     ),
     "heads twice": (lambda: sightline.lse().mean("heads").sum("heads"), ParameterError, "one sum or mean over heads"),
     "a sum over keys": (lambda: sightline.weights().sum("keys"), ParameterError, "sum('keys')", '"layers"'),
-    "a sum and a mean over the batch": (
-        lambda: sightline.weights().mean("batch").sum("batch"),
-        ParameterError,
-        "one sum or mean over the batch",
-    ),
+    "the batch twice": (lambda: sightline.lse().mean("batch").sum("batch"), ParameterError, "mean over the batch"),
     "layers of one call": (
         lambda: attend(sightline.received().mean("layers")),
         ParameterError,
@@ -614,6 +614,7 @@ def test_errors_have_three_parts(name):
         call()
     for fragment in (*fragments, "allowed:", "cure:"):
         assert fragment in str(raised.value)
+    assert "·" not in raised.value.cure  # a cure can be pasted
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])

@@ -3,6 +3,7 @@
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -173,7 +174,7 @@ def seen():
 
 def test_calls_are_selected(seen):
     assert [c.step for c in seen.of("decoder.0")] == [0, 1]
-    assert seen.of(-1).layers == ("decoder.1",)
+    assert seen.of(np.int64(-1)).layers == ("decoder.1",)
     assert seen.of("*.1", step=-1).calls == [seen[3]]
     assert seen.of(kind="cross").calls == [seen[3]]
     assert torch.equal(seen.of(0, step=0, heads=[1])["lse"][0], seen[0]["lse"][:, [1]])
@@ -330,7 +331,7 @@ def test_totals_in_half_precision_are_sums_in_float32(encoder, x):
 
 def test_totals_of_some_heads_without_results_of_calls(encoder, x, tmp_path):
     see = [sightline.weights().mean("heads", weights=[1, 3]).mean("layers")]
-    seen = record(encoder, see, x, heads=[1, 0], tokens=list("abcdef"))
+    seen = record(encoder, see, x, heads=[np.int64(1), 0], layers=[np.int64(0), 1], tokens=list("abcdef"))
     weights = torch.stack(record(encoder, [sightline.weights()], x)["weights"]).mean(0)
     torch.testing.assert_close(seen["weights"], 0.25 * weights[:, 1] + 0.75 * weights[:, 0])
     assert seen.labels(seen[0])[0] == list("abcdef")

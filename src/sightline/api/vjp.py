@@ -120,7 +120,7 @@ def attention_vjp(
     names, statistics = split_names(see)
     statistics = list(statistics or ())
     formula, scale_table = read_score(score), None
-    if isinstance(wrt, str | Table) or not isinstance(wrt, Iterable):
+    if isinstance(wrt, str | Table | Expression) or not isinstance(wrt, Iterable):
         raise ParameterError(f"wrt is {wrt!r}", "a list of names and tables", _suggest_wrt(wrt))
     wrt = [*wrt]
     if any(isinstance(name, str) and name == "scale" for name in wrt):

@@ -21,6 +21,7 @@ from ..errors import DeviceError, DtypeError, FormulaError, MaskError, Parameter
 from ..formula import from_function, library
 from ..formula.derivative import ONE, derivative
 from ..formula.expression import SYMBOLS, Expression, conjuncts, walk
+from ..formula.printing import format_as_code
 from ..formula.tables import learned_number
 from ..formula.torch_masks import causal_bias_formula, is_block_mask, is_causal_bias
 from ..statistics import STATISTICS, Statistic
@@ -352,7 +353,7 @@ def suggest_statistic(entry: Any) -> str:
     if is_function or (isinstance(name, str) and name in STATISTICS):
         return f"call the function: see=[sightline.{name}(...)]"
     if isinstance(entry, Expression):
-        return f"see=[sightline.sum({entry}, over=j)]"
+        return f"see=[sightline.sum({format_as_code(entry)}, over=j)]"
     return "see=[sightline.lse(), sightline.weights()]"
 
 

@@ -126,7 +126,9 @@ class ExpressionMethods:
             "table(weights)[b, h, j, i] for the weight of another pair; weights is a result of sightline.weights()",
         )
 
-    __iter__ = None  # otherwise Python would iterate by means of `__getitem__`
+    def __iter__(self) -> Any:
+        """Raise FormulaError. Without this method Python would iterate by means of `__getitem__`."""
+        return PASSES.translate_call("sum", (self,), {}, "a loop over a formula, or Python's")
 
     # -- other libraries' functions ---------------------------------------------------------------------------------
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:

@@ -12,8 +12,9 @@ from typing import Any
 from ..arrays.operations import is_compiling
 from ..errors import FormulaError
 from .composed_functions import COMPOSED
-from .expression import Expression, Symbol, apply
+from .expression import Expression, apply
 from .operators import OPERATOR_ALIASES, OPERATORS
+from .printing import format_as_code
 from .tensor_casts import CASTS
 
 IS_READING = ContextVar("IS_READING", default=False)  # True while a mask or score function is called
@@ -29,7 +30,12 @@ ATTRIBUTES: dict[str, Callable[[Any, Expression], Any]] = {  # (torch, formula) 
     "ndim": lambda torch, value: 0,
     "shape": lambda torch, value: torch.Size(()),
 }
-REDUCTIONS = {"add.reduce": "sum", "amax": "max", "amin": "min", **{name: name for name in ("sum", "max", "min")}}
+REDUCTIONS = {  # functions that reduce an array, and the statistics that they mean
+    **dict.fromkeys(("sum", "add.reduce"), "sum({}, over=j)"),
+    **dict.fromkeys(("mean", "average"), "sum({} / m, over=j)"),
+    **dict.fromkeys(("max", "amax", "maximum.reduce"), "max({}, over=j)"),
+    **dict.fromkeys(("min", "amin", "minimum.reduce"), "min({}, over=j)"),
+}
 NO_ATTRIBUTE = (
     "formulas have no attribute {!r}, because a formula is not an array; formula.array(n, m) makes one. A model of "
     "transformers takes a formula by `with sightline.transformers.masking(model, mask):`"
@@ -83,7 +89,8 @@ def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library
     for keyword, default in (("out", None), ("inplace", False)):
         if keyword in kwargs and kwargs[keyword] is default:
             del kwargs[keyword]
-    if name in FUNCTIONS:
+    # numpy.max(x, axis) is no torch.max(x, y)
+    if name in FUNCTIONS and not (library == "numpy" and name in REDUCTIONS):
         try:
             return FUNCTIONS[name](*inputs, **kwargs)
         except TypeError as error:  # the signature is read only after an error, because it takes longer than the call
@@ -128,5 +135,4 @@ def _unsupported(library: str, name: str, inputs: Sequence[Any], arguments: str 
 
 def _suggest_statistic(name: str, formula: Any) -> str:
     """Return the statistic that a reduction of a formula over an axis means, else ""."""
-    text = str(formula) if isinstance(formula, Symbol) else "formula"
-    return f"see=sightline.{REDUCTIONS[name]}({text}, over=j)" if name in REDUCTIONS else ""
+    return f"see=sightline.{REDUCTIONS[name].format(format_as_code(formula))}" if name in REDUCTIONS else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from .expression import Apply, Constant, Expression, Lookup, Symbol, fold
 from .operators import OPERATORS
@@ -25,6 +26,11 @@ def format_formula(formula: Expression) -> str:
         return text, precedence
 
     return fold(visit, formula)[0]
+
+
+def format_as_code(formula: Any) -> str:
+    """Return a formula for a cure that can be pasted: the name of a symbol, and "formula" for any other formula."""
+    return formula.name if isinstance(formula, Symbol) else "formula"
 
 
 def _format_node(node: Expression, parts: list[tuple[str, int]], names: dict[int, str]) -> tuple[str, int]:

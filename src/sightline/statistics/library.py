@@ -10,6 +10,7 @@ from ..arrays.operations import check_float_dtype
 from ..arrays.unreadable import check_kind
 from ..errors import MaskError, ParameterError, check_count
 from ..formula.expression import SYMBOLS, Expression, as_expression, walk, where
+from ..formula.printing import format_as_code
 from .contexts import MAX_RESULT_BYTES
 from .per_query import WeightedSum
 from .reduction import EXTREMES, Rectangle, Reduction
@@ -172,13 +173,9 @@ def mass(mask: Any) -> Statistic:
     """
     reads_p = isinstance(mask, Expression) and any(node is p for node in walk(mask))
     if mask is None or reads_p or (isinstance(mask, Expression) and mask.kind != "bool"):
-        cure = (
-            "mass(i == j)"
-            if mask is None
-            else f"sum(where({mask}, p, 0), over=j)"
-            if reads_p
-            else f"sum(p * ({mask}), over=j)"
-        )
+        text = format_as_code(mask)
+        other = f"sum(where({text}, p, 0), over=j)" if reads_p else f"sum(p * {text}, over=j)"
+        cure = "mass(i == j)" if mask is None else other
         raise MaskError(f"mass({mask})", "a condition of b, h, i and j. True pairs are summed", cure)
     return Reduction(mask, "sum", "j", name="mass")
 

@@ -114,9 +114,9 @@ def parse_indices(what: str, indices: Any) -> Indices:
     if hasattr(indices, "tolist"):
         indices = indices.tolist()
     listed = tuple(indices) if isinstance(indices, list | tuple | range) else None
-    if listed is None or not all(isinstance(index, int) and not isinstance(index, bool) for index in listed):
+    if listed is None or not all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in listed):
         raise ParameterError(f"{what}({indices!r})", "whole numbers, or a slice", f"{what}([0, -1])")
-    return listed
+    return tuple([int(x) if isinstance(x, np.integer) else x for x in listed])
 
 
 def format_indices(indices: Indices) -> str:

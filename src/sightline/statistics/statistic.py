@@ -236,18 +236,19 @@ class Statistic:
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
         return [self.name, *[literal_text(value) for value in own]]
 
-    def _refuse_arithmetic(self, other: Any = None) -> Any:
+    def _refuse_arithmetic(self, *_: Any, **__: Any) -> Any:
         raise ParameterError(f"arithmetic with {self!r}", "a request, without numbers", "compute with its results")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = _refuse_arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = __rtruediv__ = _refuse_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __rtruediv__ = __array_ufunc__ = __array_function__ = _refuse_arithmetic
 
     def to_expression(self) -> Never:
         """Raise FormulaError: a formula reads the result of an earlier call, not a request."""
+        code = repr(self) if repr(self).isascii() else "statistic"  # signs such as · are no code
         raise FormulaError(
             f"{self!r} inside a formula",
             "p, s, positions, numbers and tables",
-            f"make a first call with see=[{self!r}], then read its result: table(result)[b, h, i] for a number of each "
+            f"make a first call with see=[{code}], then read its result: table(result)[b, h, i] for a number of each "
             "query, [b, h, j] for one of each key",
         )
 
@@ -464,7 +465,7 @@ class OverLayers(Derived):
         raise ParameterError(
             f"{self!r} of one call of attention",
             "sums and means over layers in a watch, which sees all layers",
-            f'see=[{self!r}] in `watch(model, see=...)`, or leave out .{self.how}("layers")',
+            f'request it in `watch(model, see=...)`, or leave out .{self.how}("layers")',
         )
 
 
@@ -490,7 +491,7 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
     if axis not in ("heads", "batch", "layers"):
         raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', f'weights().{how}("heads")')
     if isinstance(of, OverLayers) and axis == "layers":
-        raise ParameterError(f'a sum or mean over "layers" of {of!r}', "one sum or mean over layers", repr(of))
+        raise ParameterError(f'a sum or mean over "layers" of {of!r}', "one sum or mean over layers", "leave one out")
     if isinstance(of, OverLayers) or (isinstance(of, Selection) and axis != "layers"):
         return replace(of, of=_reduce(of.of, how, axis, weights))
     if of.finds:
@@ -506,11 +507,11 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
     mean = of if isinstance(of, Mean) else Mean(of)
     if axis == "batch":
         if mean.over_batch and (how == "sum") != mean.sums_batch:
-            raise ParameterError(f'{of}.{how}("batch")', "one sum or mean over the batch", str(of))
+            raise ParameterError(f'{of}.{how}("batch")', "one sum or mean over the batch", "leave one out")
         return replace(mean, over_batch=True, sums_batch=how == "sum")
     factors = parse_factors(how, weights)
     if mean.over_heads and (factors, mean.factors) != (None, None):
-        raise ParameterError(f'{of}.{how}("heads")', "one sum or mean over heads", str(of))
+        raise ParameterError(f'{of}.{how}("heads")', "one sum or mean over heads", "leave one out")
     return replace(mean, over_heads=True, factors=factors)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,8 +64,10 @@ class Watcher:
         handwritten: bool = False,
     ) -> None:
         names, statistics = _read_statistics(see)
-        if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
-            raise ParameterError(f"heads={heads!r}", "a list of integers", "heads=[0, 1]")
+        if heads is not None:
+            if not (isinstance(heads, Sequence) and all(isinstance(head, int | np.integer) for head in heads)):
+                raise ParameterError(f"heads={heads!r}", "a list of integers", "heads=[0, 1]")
+            heads = [int(head) for head in heads]
         self.names, self.see, self.heads = names, statistics, heads
         self.requested = statistics if heads is None else tuple(statistic.heads(heads) for statistic in statistics)
         self.model, self.modules = model, RunningModules(model)
@@ -258,6 +261,7 @@ def _read_layers(layers: Any, paths: tuple[str, ...]) -> tuple[str | int, ...] |
     if layers is None:
         return None
     asked = (layers,) if isinstance(layers, str) or not isinstance(layers, Sequence) else tuple(layers)
+    asked = tuple([int(one) if isinstance(one, np.integer) else one for one in asked])
     if not asked:
         raise ParameterError(f"layers={layers!r}", "at least one layer", 'layers=["*.self_attn"], or None for all')
     for one in asked:
