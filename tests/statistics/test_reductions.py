@@ -331,6 +331,15 @@ def test_logarithms_of_underflowed_weights_have_exact_gradients(rng, formula, fu
             np.testing.assert_allclose(one, other, atol=20 * tolerance * float(1 + other.abs().max()))
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
+def test_the_first_nan_and_the_first_visible_infinity_are_found(kernel):
+    x, low = np.zeros((5, 2), np.float32), table(np.array([0.0, *[-np.inf] * 4]))
+    f, g = (p + table(np.array([0, np.inf, np.nan, 1, np.nan]))[axis] for axis in (i, j))
+    see = [sightline.max(f, over=i), sightline.max(g, over=j), sightline.min(-g, over=j), sightline.max(low[j], over=j)]
+    _, found = sightline.attention(x, x, x, mask=j > 0, see=see, kernel=kernel)
+    assert [one.where[-1] for one in found] == [2, 2, 2, 1]
+
+
 FAULTS = {
     "a hidden pair counted": Fault(reduction.Reduction.hide, "self.hidden", "1.0"),
     "a weight of another query": Fault(streaming.row_tiles, "masked - high", "masked - high[..., :1, :]"),

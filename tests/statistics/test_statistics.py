@@ -569,12 +569,7 @@ ERRORS = {
         "require gradients",
         "detach()",
     ),
-    "words as weights": (
-        lambda: sightline.lse().mean("heads", "ab"),
-        ParameterError,
-        "weights='ab'",
-        "H finite numbers",
-    ),
+    "word weights": (lambda: sightline.lse().mean("heads", "ab"), ParameterError, "weights='ab'", "H finite numbers"),
     "weights of the batch": (
         lambda: sightline.weights().mean("batch", weights=[1.0]),
         ParameterError,
@@ -591,12 +586,7 @@ ERRORS = {
         "watch(model",
     ),
     "a mean of places": (lambda: sightline.top_k(2).mean("heads"), ParameterError, "which finds positions"),
-    "rows that are a list": (
-        lambda: sightline.weighted_sum([1.0]),
-        DtypeError,
-        "x of weighted_sum(x) is a list",
-        "numpy.asarray",
-    ),
+    "a list of rows": (lambda: sightline.weighted_sum([1.0]), DtypeError, "weighted_sum(x) is a list", "numpy.asarray"),
     "rows of integers": (lambda: sightline.weighted_sum(np.ones((4, 1), int)), DtypeError, "dtype int64", "cast"),
     "rows for other keys": (
         lambda: attend(sightline.weighted_sum(X[0, 0, :3])),

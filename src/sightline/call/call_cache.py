@@ -249,7 +249,7 @@ class ForwardEntry(Entry):
     @cached_property
     def returns_results(self) -> bool:
         """True if the results of the forward kernel are the output and the result of each statistic, in this order."""
-        arrays = [(one.outputs, one.mean, len(one.statistic.fill_values)) for one in self.statistics]
+        arrays = [(one.outputs, one.mean, one.statistic.num_arrays) for one in self.statistics]
         expected = [(slice(k, k + 1), None, 1) for k in range(len(arrays))]
         return not self.needs_lse and arrays == expected
 

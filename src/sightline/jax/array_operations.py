@@ -268,7 +268,7 @@ def _find_extremum(statistic: Reduction, values: Any, positions: Any, axis: int)
     else:
         shape = [length for k, length in enumerate(values.shape) if k != axis % values.ndim]
         found = jnp.full(shape, statistic.hidden, values.dtype), jnp.full(shape, -1)
-    return list(found[: len(statistic.fill_values)])
+    return list(found[: statistic.num_arrays])
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
