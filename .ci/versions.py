@@ -4,7 +4,7 @@
 
 versions.toml lists the environments and their tests, pyproject.toml the ranges of versions. FOLDER receives the
 environments. PYTHON is the interpreter of those with the newest versions. `--write` writes the versions to
-src/sightline/data/tried_versions.toml and the table to docs/versions.md.
+src/sightline/data/tried_versions.toml and to the table of docs/installation.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TRIED = ROOT / "src" / "sightline" / "data" / "tried_versions.toml"
-PAGE = ROOT / "docs" / "versions.md"
-TABLE = re.compile(r"(?<=\n\n)\| environment \|.*?(?=\n\n)", re.DOTALL)
+PAGE = ROOT / "docs" / "installation.md"
 SETTINGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FIND_VERSIONS = """
@@ -217,13 +216,12 @@ def fill_ranges(page: str, tried: dict[str, list[str]]) -> str:
 
 
 def write(rows: list[Row]) -> None:
-    """Write the versions that were tried to the package, and the results to the page."""
+    """Write the versions that were tried to the package and to the page."""
     tried = find_tried(rows)
     head = "# Written by `make test-versions`: the versions of each package that were tried, oldest first."
     lines = [f"{name} = {json.dumps(found)}" for name, found in tried.items()]
     TRIED.write_text("\n".join([head, *lines, ""]), encoding="utf-8")
-    page = TABLE.sub(lambda _: as_table(rows), PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(fill_ranges(page, tried), encoding="utf-8")
+    PAGE.write_text(fill_ranges(PAGE.read_text(encoding="utf-8"), tried), encoding="utf-8")
 
 
 def main(folder: Path, newest: str, names: list[str], write_results: bool) -> int:
