@@ -1,4 +1,4 @@
-"""Draw what eviction costs in quality, from the table of docs/eviction.md, whose figures evict_prompts.py measures."""
+"""Draw what eviction costs in quality, from the table of docs/decoding.md, whose figures evict_prompts.py measures."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ STYLES = {  # colour, marker and line of each policy; a policy of kvpress has no
 
 def read_rows(page: Path) -> list[dict[str, str]]:
     """Return the rows of the table whose first column has the title FIRST_TITLE, each as a dict by column title."""
-    lines = [
-        line.strip("| \n").split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"
-    ]
-    start = next(k for k, cells in enumerate(lines) if cells[0] == FIRST_TITLE)
+    text = page.read_text(encoding="utf-8")
+    lines = [line.strip("| \n").split(" | ") if line[:1] == "|" else [] for line in text.splitlines()]
+    start = next(k for k, cells in enumerate(lines) if cells[:1] == [FIRST_TITLE])
     found = []
     for cells in lines[start + 2 :]:
         if len(cells) != len(lines[start]):
@@ -74,7 +73,7 @@ def quality_figure(rows: list[dict[str, str]]) -> Any:
 def main(folder: Path = FOLDER) -> list[Path]:
     """Write eviction.png into a folder, and return its path in a list."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [plotting.save(quality_figure(read_rows(ROOT / "docs" / "eviction.md")), folder / "eviction.png")]
+    return [plotting.save(quality_figure(read_rows(ROOT / "docs" / "decoding.md")), folder / "eviction.png")]
 
 
 if __name__ == "__main__":

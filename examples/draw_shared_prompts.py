@@ -1,4 +1,4 @@
-"""Draw the picture of docs/shared-prompts.md: what a fork and what copies store, and a tree of drafts with its mask.
+"""Draw the picture of docs/decoding.md: what a fork and what copies store, and a tree of drafts with its mask.
 
     python examples/draw_shared_prompts.py [--folder docs/shared-prompts]
 

@@ -138,15 +138,17 @@ def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
     assert all(map(is_picture, drawn))
 
 
-DRAWN = {"how-it-works": "tiles", "shared-prompts": "shared_prompts", "eviction": "eviction"}  # pages and scripts
+DRAWN = {"how-it-works": ("how-it-works", "tiles"), "shared-prompts": ("decoding", "shared_prompts")}
+DRAWN["eviction"] = "decoding", "eviction"  # folders of pictures, their pages and scripts
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.example(f"draw_{name}")) for page, name in DRAWN.items()]
+    ("folder", "page"),
+    [pytest.param(folder, page, marks=pytest.mark.example(f"draw_{name}")) for folder, (page, name) in DRAWN.items()],
 )
-def test_every_picture_of_a_page_is_drawn(example, tmp_path, page):
+def test_every_picture_of_a_page_is_drawn(example, tmp_path, folder, page):
     text = (FOLDER.parent / "docs" / f"{page}.md").read_text()
-    shown = set(re.findall(rf"\]\({page}/(.+\.png)\)", text))
+    shown = set(re.findall(rf"\]\({folder}/(.+\.png)\)", text))
     drawn = example.main(tmp_path)
     assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
     assert all(map(is_picture, drawn))

@@ -16,7 +16,7 @@ PAIR = ("int8", "int4")
 
 
 def quantized(dtype, x):
-    """The numbers that a cache stores for rows x (..., d), by the formulas of docs/quantised-caches.md, as float32."""
+    """The numbers that a cache stores for rows x (..., d), by the formulas of `KVCache`, as float32."""
     groups = []
     for start in range(0, x.shape[-1], GROUPS[dtype]):
         group = np.asarray(x[..., start : start + GROUPS[dtype]], np.float32)
