@@ -180,7 +180,7 @@ def test_packed_cross_attention(pairs, seed):
     assert_separate(attention(q, k, v, mask=mask), q, k, v, spans(lengths), spans(keys))
     ends = np.repeat(np.cumsum(keys) - np.cumsum(lengths), lengths)
     if lengths.sum():
-        lower = mask & (i + table(ends)[i] >= j)  # as in docs/formulas.md
+        lower = mask & (i + table(ends)[i] >= j)  # as in docs/recipes/masks.md
         own = attention(q, k, v, mask=lower)
         assert_separate(own, q, k, v, spans(lengths), spans(keys), mask=causal("lower right"))
 
