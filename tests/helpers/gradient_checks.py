@@ -55,8 +55,8 @@ def seeds_of(problem):
     return [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
 
 
-def by_streaming(problem, d_output, d_lse, d_weights):
-    return streaming_backward(problem, d_output, d_lse, (d_weights,))
+def by_streaming(problem, d_output, d_lse=None, d_weights=None):
+    return streaming_backward(problem, GivenGradients(d_output, d_lse, d_seen=(d_weights,)))
 
 
 def by_cpu(problem, d_output, d_lse, _, answer=None):

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 
 import sightline
 from gradient_checks import by_cpu, by_definition, check, differentiated, reference_gradients, seeds_of, undefined
+from gradient_checks import by_streaming as streaming_backward
 from sightline import attention, h, i, j, padding, s, softcap, table
 from sightline.arrays.operations import to_numpy
 from sightline.call.problem import OPERANDS, make_problem
 from sightline.cpu.launch.backward import find_table_gradients
 from sightline.reference.accuracy import summation_orders
 from sightline.reference.definition import backward, compute_stages, forward
-from sightline.reference.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
 

@@ -187,7 +187,7 @@ def test_means_and_batched_gradients(rng):
             own.mul_(2).sum().backward(retain_graph=True)
 
 
-READ = "BackwardInputs(d_output, {}, tables, structure.numbers, key)"
+READ = "BackwardInputs(operands, output, lse, d_output, {}, tables, numbers, structure, sinks, seed, threads)"
 FAULTS = {  # the fault, and the problem and the statistics that show it
     "a row sum of another statistic": (
         Fault(reduction.Reduction._known_weights_sum, "context.arrays[0] - 1", "context.arrays[0]"),

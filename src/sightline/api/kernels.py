@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..call.gradient_parts import is_lse_too_large
 from ..call.kernel import GivenGradients, Gradients, Kernel, Plan, Result, Tangents, choose
 from ..call.problem import Problem
 from ..cpu import Cpu
@@ -35,45 +33,19 @@ def solve(problem: Problem, kernel: str | None = None, threads: int | None = Non
     return solve_selections_separately(problem, lambda one: make_plan(one, kernel).kernel.run(one, threads))
 
 
-def differentiate(
-    problem: Problem,
-    plan: Plan,
-    d_output: Any,
-    d_lse: Any,
-    d_seen: tuple[Any, ...],
-    saved: tuple[Any, Any],
-    wanted_tables: Collection[int],
-    threads: int | None = None,
-    saved_arrays: Sequence[Sequence[Any]] = (),
-) -> Gradients:
+def differentiate(problem: Problem, plan: Plan, given: GivenGradients, threads: int | None = None) -> Gradients:
     """Return the gradients of a result, by the backward pass of the plan's kernel or else by the streaming kernel's.
 
-    Streaming computes the gradients if the kernel refuses the backward pass (`Plan.backward_refusals`), if a gradient
-    is NaN or ∞, or if an |lse| is above `MAX_LSE`. In the last case streaming repeats the forward pass. In the
-    other cases it uses the saved output and lse.
-
-    Parameters
-    ----------
-    plan : the plan of the forward pass
-    d_output, d_lse, d_seen : gradients of output, of lse and of each statistic's first array; None if a gradient is 0
-    saved : (output, lse) of the forward pass
-    wanted_tables : indices in `Problem.tables` of the tables whose gradients are requested
-    saved_arrays : each statistic's arrays from the forward pass, () for arrays that were not saved
+    `plan` is that of the forward pass. Streaming computes the gradients if the kernel refuses the backward pass
+    (`Plan.backward_refusals`), if a gradient is NaN or ∞, or if an |lse| is above `MAX_LSE`.
     """
+
+    def compute(statistic: Statistic) -> Any:
+        return plan.kernel.run(problem.with_statistics(statistic), threads).seen[0]
+
     with np.errstate(all="ignore"):  # hidden scores may overflow
-        added = statistic_gradients(
-            problem,
-            saved[1],
-            d_seen,
-            saved_arrays,
-            lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
-        )
-        gradients = plan.kernel.backward(problem, GivenGradients(d_output, d_lse, saved, wanted_tables, added), threads)
-        if gradients is not None:
-            return gradients
-        if is_lse_too_large(saved[1], problem.accumulator):
-            return streaming.backward(problem, d_output, d_lse, d_seen)
-        return streaming.backward(problem, d_output, d_lse, (), saved, added)
+        terms = statistic_gradients(problem, given.saved[1], given.d_seen, given.arrays, compute)
+        return streaming.differentiate(plan.kernel, problem, given._replace(statistics=terms), threads)
 
 
 def push_forward(

@@ -13,9 +13,9 @@ import numpy as np
 from ..arrays.operations import checksum, to_numpy
 from ..caching import cached_property
 from ..call import call_cache
-from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs
+from ..call.backward_calls import BackwardInputs, BackwardPasses, read_inputs
 from ..call.call_cache import Entry, EntryResult, Operands
-from ..call.kernel import Gradients
+from ..call.kernel import GivenGradients, Gradients
 from ..call.options import Options
 from ..call.problem import NUM_OPERANDS, OPERANDS, Problem, parse, validate
 from ..call.request import Request, describe
@@ -25,7 +25,7 @@ from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
-from ..statistics import Statistic, arrays_of, places_in, spread_mean, unwrap_mean
+from ..statistics import Statistic, arrays_of, places_in, spread_mean
 from ..statistics.reduction import refuse_learned
 from .kernels import differentiate, make_plan, solve, to_caller_layout
 from .tangent import check_numpy, include_scale, read_floats
@@ -131,7 +131,9 @@ def attention_vjp(
     call = _Call((query, key, value), options, [*tables.values()])
     if call.answer is None:
         refuse_draws(mask, score)
-    read, others = [query, key, value, call.output, *call.read_statistics()], [sinks, *call.table_arrays]
+    results = zip(statistics, call.seen, strict=True)
+    arrays = [array for one, result in results if one.backward_reads_arrays for array in arrays_of(result)]
+    read, others = [query, key, value, call.output, *arrays], [sinks, *call.table_arrays]
     versions = [*map(_sample, read), *map(_version, others)]
 
     def vjp(d_output: Any = None, d_seen: Any = None) -> dict[Input, Any]:
@@ -176,7 +178,8 @@ class _Call:
     output, seen : as in `attention`
     answer : the answer of the call cache; None if the cache had no answer
     request : the request of the call; None if the call cannot be cached
-    forward_pass : what the backward pass reads of the forward pass
+    saved : output and lse with the head axis, as the backward pass reads them
+    inputs : the operands, the sinks, the seed and the number of threads, as `read_inputs` reads them
     arrays : the arrays of the statistics in the order of `flatten_result`; () if a cached call has averaged one
     table_arrays : the arrays that the formulas read
     """
@@ -188,7 +191,7 @@ class _Call:
             self.passes, entry, self.request, cached = self.answer
             self.output, self.seen = cached.output, entry.build_seen(*cached[:3])
             sinks = None if self.request.sinks is None else to_numpy(self.request.sinks)
-            results = cached.output, cached.lse, sinks, cached.seed
+            self.saved, seed = (cached.output, cached.lse), cached.seed
             self.arrays = () if any(statistic.mean is not None for statistic in entry.statistics) else cached.arrays
             self.table_arrays = [*self.request.tables]
         else:
@@ -196,11 +199,11 @@ class _Call:
             result = solve(problem, options.kernel, options.threads)
             self.output, self.seen = to_caller_layout(problem, result)
             output, lse, *self.arrays = flatten_result(problem.see, result)
-            results = output, lse, problem.sinks, problem.seed
+            self.saved, sinks, seed = (output, lse), problem.sinks, problem.seed
             self.table_arrays = [table.array for table in problem.tables]
             if self.request is not None:
                 call_cache.insert(self.request, self.formulas, operands, problem, result, self.passes)
-        self.forward_pass = ForwardPass(operands, *results, options.threads)
+        self.inputs = operands, sinks, seed, options.threads
 
     def look_up(self) -> tuple[_Answer | None, Request | None]:
         """Return (answer of the call cache, None). If there is no answer, return (None, request to store the call by).
@@ -233,13 +236,6 @@ class _Call:
             options = options.replace(mask=mask, score=score)
         return validate(parse(*self.operands, options))
 
-    def read_statistics(self) -> list[Any]:
-        """Return the arrays of the statistics' results that the backward pass reads."""
-        results = zip(self.statistics, self.seen, strict=True)
-        return [
-            array for statistic, result in results if statistic.backward_reads_arrays for array in arrays_of(result)
-        ]
-
     @cached_property
     def passes(self) -> _Passes:
         """The backward passes: those of the cached call, or new ones."""
@@ -250,9 +246,9 @@ class _Call:
 
     def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
         """Return the gradients of query, key, value and sinks by name, and of each table by its id."""
+        d_output = np.zeros_like(self.output) if d_output is None else d_output
         passes, inputs = self.passes, self.read_inputs(d_output, d_seen)
-        dispatch = partial(self.dispatch, passes.slots, d_output, d_seen)
-        gradients = passes.differentiate(inputs, self.forward_pass, dispatch)
+        gradients = passes.differentiate(inputs, partial(self.dispatch, passes.slots, d_output, d_seen))
         named: dict[Any, Any] = dict(zip(OPERANDS, gradients, strict=False))
         for table, d_table in zip(self.tables, gradients[NUM_OPERANDS:], strict=False):
             named[id(table)] = _sum_to(d_table, table.array)
@@ -265,37 +261,37 @@ class _Call:
         if self.answer is None or self.answer.result.is_lse_imprecise:
             return None
         passes, entry, request, result = self.answer
-        see, computed = [*map(unwrap_mean, request.see)], [result.output, result.lse, *result.arrays]
-        saved, d_lse, d_arrays = computed[:2], None, []
-        for cached, statistic, own, d in zip(entry.statistics, see, split_arrays(see, computed), d_seen, strict=True):
-            saved += own if statistic.backward_reads_arrays else ()
-            if d is not None and cached.mean is not None:
-                d = spread_mean(cached.mean, d, (own[0] if own else result.lse).shape, cached.batch_ndim)
-            if own:
-                d_arrays += [d, *[None] * (len(own) - 1)]
-            elif d is not None:
-                d_lse = d if d_lse is None else d_lse + d
-        return read_inputs(request, passes.problem, [d_output, d_lse, *d_arrays], self.forward_pass, saved)
+        see = [cached.statistic for cached in entry.statistics]
+        arrays = split_arrays(see, result.arrays, 0)
+        spread = [
+            d
+            if d is None or one.mean is None
+            else spread_mean(one.mean, d, (*own, result.lse)[0].shape, one.batch_ndim)
+            for one, own, d in zip(entry.statistics, arrays, d_seen, strict=True)
+        ]
+        return read_inputs(request, passes.problem, self.join_gradients(see, d_output, spread, arrays), *self.inputs)
+
+    def join_gradients(
+        self, see: Sequence[Statistic], d_output: Any, d_seen: Sequence[Any], arrays: Sequence[Sequence[Any]]
+    ) -> GivenGradients:
+        """Return the gradients of all results. Those of `lse()` are added to the gradient of lse."""
+        of_lse = [d for d, x in zip(d_seen, see, strict=True) if d is not None and not x.num_arrays]
+        others = [d if x.num_arrays else None for d, x in zip(d_seen, see, strict=True)]
+        d_lse = reduce(add, of_lse) if of_lse else None
+        return GivenGradients(d_output, d_lse, self.saved, d_seen=others, arrays=arrays)
 
     def dispatch(
         self, slots: Sequence[int], d_output: Any, d_seen: list[Any]
     ) -> tuple[Gradients, Sequence[Expression | None]]:
         """Compute the gradients without the call cache. Return (gradients, (mask, score) of the call)."""
         problem = self.problem
-        squeezed = problem.heads_squeezed
-        if squeezed:
+        if problem.heads_squeezed:
+            d_output = d_output[..., None, :, :]
             d_seen = [_add_head_axis(d, x, problem) for d, x in zip(d_seen, self.statistics, strict=True)]
-        of_lse = [d for d, x in zip(d_seen, self.statistics, strict=True) if d is not None and not x.num_arrays]
-        d_lse = reduce(add, of_lse) if of_lse else None
-        others = tuple([d if x.num_arrays else None for d, x in zip(d_seen, self.statistics, strict=True)])
-        _, output, lse, *_ = self.forward_pass
-        d_heads = np.zeros_like(output) if d_output is None else d_output[..., None, :, :] if squeezed else d_output
-        arrays = split_arrays(self.statistics, [output, lse, *self.arrays])
-        plan = make_plan(problem, self.options.kernel)
-        gradients = differentiate(
-            problem, plan, d_heads, d_lse, others, (output, lse), slots, self.options.threads, arrays
-        )
-        for statistic, d in zip(self.statistics, others, strict=True):
+        given = self.join_gradients(self.statistics, d_output, d_seen, split_arrays(self.statistics, self.arrays, 0))
+        given = given._replace(wanted_tables=slots)
+        gradients = differentiate(problem, make_plan(problem, self.options.kernel), given, self.options.threads)
+        for statistic, d in zip(self.statistics, d_seen, strict=True):
             if statistic.has_own_problem and d is not None:
                 gradients = self.add_own_problem(problem, gradients, statistic, d, slots)
         d_operands = zip((gradients.query, gradients.key, gradients.value), self.operands, strict=True)
@@ -313,10 +309,9 @@ class _Call:
             d_own[...] = spread_mean(statistic, d, d_own.shape, len(own_problem.batch_shape))
         slot_of = {own_problem.tables[slot].origin: slot for slot in own_problem.score_table_indices}
         own_slots = [slot_of[problem.tables[slot].origin] for slot in slots]
-        plan, saved = make_plan(own_problem, self.options.kernel), (result.output, result.lse)
-        added = differentiate(
-            own_problem, plan, d_own, None, (d,) if own_problem.see else (), saved, own_slots, self.options.threads
-        )
+        d_seen = (d,) if own_problem.see else ()
+        given = GivenGradients(d_own, None, (result.output, result.lse), own_slots, d_seen=d_seen)
+        added = differentiate(own_problem, make_plan(own_problem, self.options.kernel), given, self.options.threads)
         rows, heads, key_heads = (np.array(places, np.int64) for places in places_in(problem, statistic))
         tables = list(gradients.tables)
         for slot, own_slot in zip(slots, own_slots, strict=True):

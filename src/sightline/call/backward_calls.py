@@ -2,7 +2,7 @@
 
 A bound call is a kernel call that lacks only the addresses of its arrays, the numbers of its formulas and the seed.
 Torch's graph, `attention_vjp` and compiled programs of JAX hold a `BackwardPasses`. Its method `differentiate` gets the
-`BackwardInputs` and the `ForwardPass` of one backward pass, and calls
+`BackwardInputs` of one backward pass, and calls
 
     repeat    which runs the bound call of an earlier pass, found by `CallLookup.find_or_run`, or if there is none:
     dispatch  the full dispatch of the caller: all checks, the choice of a kernel, and its planning
@@ -23,14 +23,13 @@ from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_r
 from ..caching import store
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
+from ..statistics import StatisticGradients, statistic_gradients, unwrap_mean
 from ..statistics.dispatch import formulas_of
 from .gradient_parts import differentiate_sinks, subtract_rounding, widen
-from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, Gradients
+from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, GivenGradients, Gradients
 from .lookup import LOOKUP
 from .problem import NUM_OPERANDS, OPERANDS, Problem
 from .request import Request
-from .spec import split_arrays
 
 if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackward
@@ -40,28 +39,39 @@ MAX_BACKWARD_ENTRIES = 8  # the most entries of one `BackwardPasses`; beyond it,
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of a bound backward pass, besides the arrays of the forward pass.
+    """The inputs of a bound backward pass.
 
+    operands : query, key and value
+    output, lse : the results of the forward pass; lse is float64
     d_output : the gradient of the output, with adjacent columns
     d_lse : the gradient of lse, and what the statistics add to it: NumPy, (..., H, n) float64; None for 0
     tables, numbers : the tables and numbers of mask and score, and of the formulas that the statistics add
     structure : the formulas that the statistics add, and what else the kernel depends on; () if only the output has a
         gradient
+    sinks, seed, threads : as in `attention`; without a seed, `seed` is 0
     """
 
+    operands: Sequence[Any]
+    output: Any
+    lse: Any
     d_output: Any
     d_lse: Any
     tables: tuple[Any, ...]
     numbers: tuple[float, ...]
     structure: tuple[Any, ...]
+    sinks: Any = None
+    seed: int = 0
+    threads: int | None = None
 
 
 def read_inputs(
     request: Request,
     problem: Problem,
-    gradients: Sequence[Any],
-    forward: ForwardPass,
-    results: Sequence[Any],
+    given: GivenGradients,
+    operands: Sequence[Any],
+    sinks: Any,
+    seed: int,
+    threads: int | None,
 ) -> BackwardInputs | None:
     """Return the inputs of a bound call; None if the gradients need the full dispatch.
 
@@ -69,49 +79,38 @@ def read_inputs(
     ----------
     request : the request of the forward pass
     problem : `BackwardPasses.problem`
-    gradients : the gradients of the results; None for a gradient of 0
-    results : the saved results; see `results_to_save`
+    given : the gradients of the results; for a mean, those of the arrays before they are averaged
+    operands, sinks, seed, threads : see `BackwardInputs`
     """
-    d_output = gradients[0]
-    has_others = len(gradients) > 1 and any(gradient is not None for gradient in gradients[1:])
+    d_output, (output, lse) = given.d_output, given.saved
     if d_output is None:
-        if not has_others:
-            return None
-        d_output = namespace(results[0]).zeros_like(results[0])
-    if not has_others and not (request.see and formulas_of(request.see)):
-        return BackwardInputs(d_output, None, request.tables, request.numbers, ())
-    added: StatisticGradients | None = StatisticGradients()
-    if has_others:
-        lse = convert(forward.lse, results[0])
-        added = _add_statistics(request, problem, gradients, forward.operands, lse, results)
-    if added is None:
         return None
-    d_lse = added.add_to_d_lse(gradients[1]) if has_others else None
-    if d_lse is not None:
-        rows = np.broadcast_to(to_numpy(d_lse), results[0].shape[:-1])
-        d_lse = np.ascontiguousarray(rows, np.float64)
-    structure = structure_of(*request.formulas()[:2], *added.formulas.values())
-    tables = tuple([table.array for table in structure.tables])
-    key = d_lse is None, added.needs_weights_sum, *added.formulas, *structure.formulas
-    return BackwardInputs(d_output, d_lse, tables, structure.numbers, key)
+    d_lse, tables, numbers = None, request.tables, request.numbers
+    structure: tuple[Any, ...] = ()
+    has_others = given.d_lse is not None or (given.d_seen and any(d is not None for d in given.d_seen))
+    if has_others or (request.see and formulas_of(request.see)):
+        added = _add_statistics(request, problem, given, operands) if has_others else StatisticGradients()
+        if added is None:
+            return None
+        d_lse = added.add_to_d_lse(given.d_lse)
+        if d_lse is not None:
+            d_lse = np.ascontiguousarray(np.broadcast_to(to_numpy(d_lse), output.shape[:-1]), np.float64)
+        read = structure_of(*request.formulas()[:2], *added.formulas.values())
+        tables, numbers = tuple([table.array for table in read.tables]), read.numbers
+        structure = d_lse is None, added.needs_weights_sum, *added.formulas, *read.formulas
+    return BackwardInputs(operands, output, lse, d_output, d_lse, tables, numbers, structure, sinks, seed, threads)
 
 
 def _add_statistics(
-    request: Request,
-    problem: Problem,
-    gradients: Sequence[Any],
-    operands: Sequence[Any],
-    lse: Any,
-    results: Sequence[Any],
+    request: Request, problem: Problem, given: GivenGradients, operands: Sequence[Any]
 ) -> StatisticGradients | None:
     """Return the terms that the gradients of the statistics add; None if a bound call cannot compute them."""
-    see = tuple([unwrap_mean(statistic) for statistic in request.see])
-    d_seen = [arrays[0] if arrays else None for arrays in split_arrays(see, gradients)]
-    if any(d is not None and statistic.backward_computes for statistic, d in zip(see, d_seen, strict=True)):
+    see, (output, lse) = tuple([unwrap_mean(statistic) for statistic in request.see]), given.saved
+    if any(d is not None and one.backward_computes for one, d in zip(see, given.d_seen, strict=True)):
         return None
     query, key, value = operands
     problem = replace(problem, query=query, key=key, value=value, see=see)
-    added = statistic_gradients(problem, lse, d_seen, split_saved(see, results))
+    added = statistic_gradients(problem, convert(lse, output), given.d_seen, given.arrays)
     return None if added.includes_zero_weights else added
 
 
@@ -128,21 +127,6 @@ class BackwardEntry:
     prepared: PreparedCall
     weights_sum: PreparedCall | None
     output: PreparedCall | None
-
-
-class ForwardPass(NamedTuple):
-    """What a backward pass reads of its forward pass: the inputs, the results, and the options.
-
-    `operands` are query, key and value. lse is float64. `sinks`, `seed` and `threads` are as in `attention`. Without a
-    seed, `seed` is 0.
-    """
-
-    operands: Sequence[Any]
-    output: Any
-    lse: Any
-    sinks: Any
-    seed: int
-    threads: int | None
 
 
 @dataclass
@@ -188,97 +172,84 @@ class BackwardPasses:
 
     def differentiate(
         self,
-        given: BackwardInputs | None,
-        forward: ForwardPass,
+        inputs: BackwardInputs | None,
         dispatch: Callable[[], tuple[Gradients, Sequence[Expression | None]]],
     ) -> list[Any]:
         """Return the gradients by a bound call, or else by `dispatch`.
 
         Parameters
         ----------
-        given : what a bound call reads; None if no bound call can compute this pass
+        inputs : what a bound call reads; None if no bound call can compute this pass
         dispatch : function that computes the gradients by the full dispatch, and returns (gradients, (mask, score))
         """
-        gradients = self.repeat(given, forward)
+        gradients = self.repeat(inputs)
         if gradients is None:
             found, formulas = dispatch()
-            self.keep(found, given, formulas, forward)
+            self.keep(found, inputs, formulas)
             gradients = found.flatten(self.slots, self.wants_sinks)
         return gradients
 
-    def repeat(self, given: BackwardInputs | None, forward: ForwardPass) -> list[Any] | None:
+    def repeat(self, inputs: BackwardInputs | None) -> list[Any] | None:
         """Return the gradients by a stored bound call; None if no call fits these arrays, or if the call fails."""
-        if given is None:
+        if inputs is None:
             return None
-        operands, output, lse, sinks, seed, threads = forward
-        arrays = (*operands, output, given.d_output, lse, *given.tables)
-        found = LOOKUP.find_or_run(self.entries, given.structure, given.numbers, *arrays)
+        arrays = (*inputs.operands, inputs.output, inputs.d_output, inputs.lse, *inputs.tables)
+        found = LOOKUP.find_or_run(self.entries, inputs.structure, inputs.numbers, *arrays)
         if found is None or found[0] is None:
             return None
         entry, results, _, *addresses = found
-        d_lse = given.d_lse
+        d_lse = inputs.d_lse
         if entry.weights_sum is not None:
-            d_lse = _subtract_sum(entry.weights_sum, d_lse, given, arrays, addresses, sinks, threads)
+            d_lse = _subtract_sum(entry.weights_sum, d_lse, inputs, arrays, addresses)
             if d_lse is None:
                 return None
         if entry.output is not None:
-            d_lse = _correct_d_lse(entry.output, d_lse, given, forward, addresses)
+            d_lse = _correct_d_lse(entry.output, d_lse, inputs, addresses)
             if d_lse is None:
                 return None
         if results is None:
             status, results = entry.prepared.run(
-                addresses, given.tables, given.numbers, threads, arrays, d_lse=d_lse, seed=seed
+                addresses, inputs.tables, inputs.numbers, inputs.threads, arrays, d_lse=d_lse, seed=inputs.seed
             )
             if status is None:
                 return None
-        call, dtype = entry.prepared.call, operands[0].dtype
+        call, dtype = entry.prepared.call, inputs.operands[0].dtype
         gradients: list[Any] = call.combine(results[: len(BACKWARD_SUMS)])
         if gradients[0].dtype != dtype:
             xp = namespace(gradients[0])
             gradients = [xp.astype(gradient, dtype) for gradient in gradients]
         if self.slots or self.wants_sinks:
-            gradients += self._differentiate_learned(call, given, forward, d_lse, results[len(BACKWARD_SUMS) :])
+            gradients += self._differentiate_learned(call, inputs, d_lse, results[len(BACKWARD_SUMS) :])
         return gradients
 
     def _differentiate_learned(
-        self,
-        call: BoundBackward,
-        given: BackwardInputs,
-        forward: ForwardPass,
-        d_lse: Any,
-        table_sums: Sequence[Any],
+        self, call: BoundBackward, inputs: BackwardInputs, d_lse: Any, table_sums: Sequence[Any]
     ) -> list[Any]:
         """Return the gradients of the tables and the sinks from the sums of a bound call."""
-        tables = {slot: given.tables[place] for slot, place in zip(self.slots, self.places, strict=True)}
+        tables = {slot: inputs.tables[place] for slot, place in zip(self.slots, self.places, strict=True)}
         totals = call.sum_tables(table_sums, tables)
         gradients = [totals.get(slot) for slot in self.slots]
         if self.wants_sinks:
-            _, output, lse, sinks, *_ = forward
+            output, lse = inputs.output, convert(inputs.lse, inputs.output)
             d_lse = None if d_lse is None else convert(d_lse, output)
-            gradients.append(differentiate_sinks(sinks, given.d_output, d_lse, output, convert(lse, output)))
+            gradients.append(differentiate_sinks(inputs.sinks, inputs.d_output, d_lse, output, lse))
         return gradients
 
-    def keep(
-        self,
-        found: Gradients,
-        given: BackwardInputs | None,
-        formulas: Sequence[Expression | None],
-        forward: ForwardPass,
-    ) -> None:
+    def keep(self, found: Gradients, inputs: BackwardInputs | None, formulas: Sequence[Expression | None]) -> None:
         """Store the bound call of a backward pass that went through the full dispatch, if it read the caller's arrays.
 
         Parameters
         ----------
         found : the gradients, with their bound call
-        given : what a bound call reads when the pass is repeated; None if the pass cannot be repeated
+        inputs : what a bound call reads when the pass is repeated; None if the pass cannot be repeated
         formulas : mask and score
         """
         call = found.bound_call
-        if call is None or given is None:
+        if call is None or inputs is None:
             return
-        operands, output, lse, *_ = forward
+        operands, output = inputs.operands, inputs.output
         structure = structure_of(*formulas, *found.bound_formulas)
-        read = LOOKUP.read_arrays(*operands, output, given.d_output, lse, *given.tables)
+        read = LOOKUP.read_arrays(*operands, output, inputs.d_output, inputs.lse, *inputs.tables)
         if read is None or read[1:][: len(call.first_operands)] != call.first_operands:
             return
         make_empty, dtype = FRAMEWORKS[type(output)].make_empty, accumulator(dtype_name(output))
@@ -287,70 +258,47 @@ class BackwardPasses:
         if found.bound_sum is not None:
             makers = make_empty((*rows, 1), output.dtype, in_rows), make_empty(rows, dtype)
             first = structure.first(len(formulas) + 1)
-            weights_sum = found.bound_sum.prepare(given.tables, first, OPERANDS, ("output",), makers, num_keys)
+            weights_sum = found.bound_sum.prepare(inputs.tables, first, OPERANDS, ("output",), makers, num_keys)
             if weights_sum is None:
                 return
         if found.bound_output is not None:
             makers = make_empty(output.shape, dtype, in_rows), make_empty(rows, "float64")
             first = structure.first(len(formulas))
-            exact = found.bound_output.prepare(given.tables, first, OPERANDS, ("output", "lse"), makers, num_keys)
+            exact = found.bound_output.prepare(inputs.tables, first, OPERANDS, ("output", "lse"), makers, num_keys)
             if exact is None:
                 return
         sum_makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
         sum_makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
         # Python computes d_lse and the seed
-        can_be_direct = not given.structure and not self.problem.dropout and exact is None
+        can_be_direct = not inputs.structure and not self.problem.dropout and exact is None
         prepared = call.prepare(
-            given.tables, structure, BACKWARD_OPERANDS, BACKWARD_SUMS, sum_makers, num_keys, can_be_direct
+            inputs.tables, structure, BACKWARD_OPERANDS, BACKWARD_SUMS, sum_makers, num_keys, can_be_direct
         )
         if prepared is not None:
             entry = BackwardEntry(prepared, weights_sum, exact)
-            store(self.entries, (read[0], given.structure), entry, MAX_BACKWARD_ENTRIES)
+            store(self.entries, (read[0], inputs.structure), entry, MAX_BACKWARD_ENTRIES)
 
 
 def _subtract_sum(
-    prepared: PreparedCall,
-    d_lse: Any,
-    given: BackwardInputs,
-    arrays: tuple[Any, ...],
-    addresses: Sequence[int],
-    sinks: Any,
-    threads: int | None,
+    prepared: PreparedCall, d_lse: Any, inputs: BackwardInputs, arrays: tuple[Any, ...], addresses: Sequence[int]
 ) -> Any:
     """Return d_lse minus the sum `BackwardEntry.weights_sum`; None if the sum needs the full dispatch."""
     used = *addresses[:NUM_OPERANDS], *addresses[len(BACKWARD_OPERANDS) :]
-    status, results = prepared.run(used, given.tables, given.numbers, threads, arrays, sinks=sinks)
+    status, results = prepared.run(used, inputs.tables, inputs.numbers, inputs.threads, arrays, sinks=inputs.sinks)
     if status != 0:
         return None
     sums = to_numpy(results[1]).astype(np.float64)
     return -sums if d_lse is None else d_lse - sums
 
 
-def _correct_d_lse(
-    prepared: PreparedCall, d_lse: Any, given: BackwardInputs, forward: ForwardPass, addresses: Sequence[int]
-) -> Any:
+def _correct_d_lse(prepared: PreparedCall, d_lse: Any, inputs: BackwardInputs, addresses: Sequence[int]) -> Any:
     """Return d_lse as `subtract_rounding` corrects it for a rounded output; None if that needs the full dispatch."""
-    operands, output, lse, sinks, seed, threads = forward
-    wide = widen(*operands)
-    used = *map(FRAMEWORKS[type(output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
-    status, exact = prepared.run(used, given.tables, given.numbers, threads, (wide, given), sinks=sinks, seed=seed)
+    wide = widen(*inputs.operands)
+    used = *map(FRAMEWORKS[type(inputs.output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
+    status, exact = prepared.run(
+        used, inputs.tables, inputs.numbers, inputs.threads, (wide, inputs), sinks=inputs.sinks, seed=inputs.seed
+    )
     if status is None:
         return None
-    corrected = to_numpy(subtract_rounding(d_lse, given.d_output, (output, lse), exact))
+    corrected = to_numpy(subtract_rounding(d_lse, inputs.d_output, (inputs.output, inputs.lse), exact))
     return np.ascontiguousarray(corrected, np.float64)
-
-
-def results_to_save(see: Sequence[Statistic], results: Sequence[Any]) -> list[Any]:
-    """Return the results that the backward pass reads. `results` is [output, lse, *all arrays of the statistics]."""
-    arrays = zip(see, split_arrays(see, results), strict=True)
-    return [*results[:2], *[array for one, own in arrays if one.backward_reads_arrays for array in own]]
-
-
-def split_saved(see: Sequence[Statistic], saved: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return each statistic's arrays, () if they are not saved. `saved` is the result of `results_to_save`."""
-    arrays, start = [], 2
-    for statistic in see:
-        count = statistic.num_arrays if statistic.backward_reads_arrays else 0
-        arrays.append(saved[start : start + count])
-        start += count
-    return arrays

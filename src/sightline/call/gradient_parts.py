@@ -85,7 +85,7 @@ def widen(*arrays: Any) -> list[Any]:
     return [namespace(x).astype(detach(x), resolve_dtype(namespace(x), "float32")) for x in arrays]
 
 
-def subtract_rounding(d_lse: Any, d_output: Any, saved: tuple[Any, Any], exact: Sequence[Any]) -> Any:
+def subtract_rounding(d_lse: Any, d_output: Any, saved: Sequence[Any], exact: Sequence[Any]) -> Any:
     """Return d_lse − Σ dO ∘ (O − output), so that δ = Σ dO ∘ output − d_lse is that of the output O in float32.
 
     A rounded output changes the gradients of all pairs of a query alike. The gradient of a table is a sum over many

@@ -10,12 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import KernelRefusedError, ParameterError
 from ..formula.expression import Expression, walk
 from ..statistics import Statistic, StatisticGradients
 from .problem import OPERANDS, Problem
+
+if TYPE_CHECKING:
+    from ..cpu.launch.backward import BoundBackward
+    from ..cpu.launch.bound_call import BoundCall
+    from ..cpu.launch.weights_pass import StatisticsPass
+    from ..gpu.launch.launches import RecordedCall
 
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
 
@@ -38,19 +44,18 @@ class Result:
     output : (*batch_shape, H, n, d_v), the dtype of the query
     lse : (*batch_shape, H, n) float64, because weights that are computed from the lse inherit its error
     seen : the result of each statistic of `problem.see`
-    bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout; None if
-        the kernel provides none
-    bound_passes : with `bound_call`, the `cpu.launch.weights_pass.StatisticsPass` objects that computed statistics of
-        `problem.see`; the forward kernel computed the other statistics
-    recorded_call : a `gpu.launch.launches.RecordedCall`, from which a bound call on a GPU can be made; or None
+    bound_call : repeats the call on the CPU for other arrays of the same layout; None if the kernel provides none
+    bound_passes : with `bound_call`, the passes that computed statistics of `problem.see`; the forward kernel computed
+        the other statistics
+    recorded_call : what a bound call on a GPU can be made from; or None
     """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
-    bound_call: Any = None
-    bound_passes: tuple[Any, ...] = ()
-    recorded_call: Any = None
+    bound_call: BoundCall | None = None
+    bound_passes: Sequence[StatisticsPass] = ()
+    recorded_call: RecordedCall | None = None
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,12 @@ class Gradients:
 
     `sinks`, or an element of `tables`, is None if that input has no gradient.
 
-    bound_call : a `cpu.launch.backward.BoundBackward` that repeats the call; None if the kernel provides none
+    bound_call, recorded_call : as in `Result`
     bound_formulas : the formulas that `bound_call` reads besides mask and score: those of `StatisticGradients.formulas`
-    bound_sum : a `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first of
-        `bound_formulas`; None if the call needed no such sum
-    bound_output : a `cpu.launch.bound_call.BoundCall` that repeats the forward pass on widened operands; None if the
-        gradients follow from the output as it was rounded
-    recorded_call : as in `Result`
+    bound_sum : repeats the sum over keys of the weights times the first of `bound_formulas`; None if the call needed no
+        such sum
+    bound_output : repeats the forward pass on widened operands; None if the gradients follow from the output as it was
+        rounded
     """
 
     query: Any
@@ -73,11 +77,11 @@ class Gradients:
     value: Any
     tables: tuple[Any, ...]
     sinks: Any
-    bound_call: Any = None
+    bound_call: BoundBackward | None = None
     bound_formulas: tuple[Expression, ...] = ()
-    bound_sum: Any = None
-    bound_output: Any = None
-    recorded_call: Any = None
+    bound_sum: BoundCall | None = None
+    bound_output: BoundCall | None = None
+    recorded_call: RecordedCall | None = None
 
     def flatten(self, tables: Sequence[int], has_sinks: bool) -> list[Any]:
         """Return the gradients of query, key, value, the tables with these indices, and the sinks if there are any."""
@@ -85,19 +89,25 @@ class Gradients:
 
 
 class GivenGradients(NamedTuple):
-    """The gradients of the results of a call, and what else `Kernel.backward` needs besides the problem.
+    """What a backward pass reads besides the problem: the gradients of the results, and what the forward pass saved.
 
-    d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
-    saved : (output, lse) of `Kernel.run`
+    A gradient of 0 is None. A kernel never gets None for `d_output`.
+
+    d_output, d_lse : the gradients of output and lse, in their shapes
+    saved : (output, lse) of `Kernel.run`; None if streaming shall compute them again
     wanted_tables : the indices in `Problem.tables` of the tables whose gradients are requested
-    statistics : the terms that the statistics' gradients add to the gradients of weights, scores and lse
+    statistics : the terms that `d_seen` adds to the gradients of weights, scores and lse, the form that kernels read
+    d_seen, arrays : for each statistic of the problem the gradient of its first array, and its arrays; () if they were
+        not saved, None for arrays that no gradient reads
     """
 
     d_output: Any
-    d_lse: Any
-    saved: tuple[Any, Any]
-    wanted_tables: Collection[int]
+    d_lse: Any = None
+    saved: Any = None
+    wanted_tables: Collection[int] = ()
     statistics: StatisticGradients = StatisticGradients()
+    d_seen: Sequence[Any] = ()
+    arrays: Sequence[Sequence[Any]] = ()
 
 
 @dataclass(frozen=True)

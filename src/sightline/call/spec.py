@@ -8,13 +8,14 @@ compiled function may build formulas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..arrays.operations import namespace
 from ..formula.expression import Expression, parse_text, to_text
 from ..formula.tables import Table
 from ..statistics import Statistic, arrays_of, deserialize
-from .kernel import Result, Tangents
+from .kernel import GivenGradients, Result, Tangents
 from .problem import NUM_OPERANDS, Problem
 
 AXIS = re.compile(r"\.|[bhij](?:/\d+)?")
@@ -211,6 +212,29 @@ def locate_arrays(see: Sequence[Statistic], first: int = 2) -> list[range]:
 def split_arrays(see: Sequence[Statistic], results: Sequence[Any], first: int = 2) -> list[Sequence[Any]]:
     """Return each statistic's part of `results`, which are in the order of `flatten_result`, from index `first` on."""
     return [results[places.start : places.stop] for places in locate_arrays(see, first)]
+
+
+def unflatten_gradients(
+    see: Sequence[Statistic],
+    gradients: Mapping[int, Any],
+    results: Sequence[Any] | None,
+    wanted_tables: Collection[int] = (),
+    first: int = 2,
+) -> GivenGradients:
+    """Return what a backward pass reads.
+
+    Parameters
+    ----------
+    gradients : the gradients of results by their indices in `flatten_result`, if the first array has the index `first`
+    results : the saved results in the order of `flatten_result`, or only output and lse; None if nothing is saved
+    wanted_tables : see `GivenGradients`
+    """
+    d_output, saved = gradients.get(0), None if results is None else tuple(results[:2])
+    if d_output is None and saved is not None:
+        d_output = namespace(saved[0]).zeros_like(saved[0])
+    d_seen = [gradients.get(places.start) if places else None for places in locate_arrays(see, first)]
+    arrays = split_arrays(see, results or ())
+    return GivenGradients(d_output, gradients.get(1), saved, wanted_tables, d_seen=d_seen, arrays=arrays)
 
 
 def find_differentiable_results(see: Sequence[Statistic], first: int = 2) -> list[int]:

@@ -63,4 +63,4 @@ class Triton(Kernel):
             return None
         from .launch.backward import backward
 
-        return backward(problem, *given[:4], given.statistics, self.architecture)
+        return backward(problem, given, self.architecture)

@@ -20,18 +20,18 @@ from ..api.kernels import differentiate, make_plan, push_forward
 from ..arrays.operations import accumulator, dtype_name
 from ..caching import cached_property
 from ..call import call_cache
-from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
+from ..call.backward_calls import BackwardInputs, BackwardPasses
 from ..call.call_cache import EntryResult
 from ..call.gradient_parts import is_lse_too_large
-from ..call.kernel import Gradients, Result
+from ..call.kernel import GivenGradients, Gradients, Result
 from ..call.problem import NUM_OPERANDS, Problem, validate
 from ..call.request import CallStructure, Request, machine_setting
-from ..call.spec import Arrays, CallSpec, flatten_result, locate_arrays
+from ..call.spec import Arrays, CallSpec, flatten_result, unflatten_gradients
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic
 from ..statistics.dispatch import cache_key_of, formulas_of
-from .options import FIRST_ARRAY, LSE, OUTPUT, PrimitiveOptions
+from .options import FIRST_ARRAY, PrimitiveOptions
 
 if TYPE_CHECKING:
     from ..cpu.launch.prepared_call import PreparedCall
@@ -114,6 +114,11 @@ class XlaCall(ABC):
         """Arrays of zeros in place of the call's tables, with the shapes and dtypes of the tables."""
         return self.options.examples(self.arguments).tables
 
+    @cached_property
+    def see(self) -> tuple[Statistic, ...]:
+        """The statistics. Their formulas read the zeros of `example_tables`."""
+        return self.spec.statistics(self.example_tables)
+
 
 class XlaForward(XlaCall):
     """A forward pass with the results output, lse in the accumulator's dtype, lse in float64, and statistics arrays."""
@@ -152,11 +157,6 @@ class XlaForward(XlaCall):
         """The numbers in mask, score and formulas of statistics, in the order of `structure_of`."""
         return structure_of(*self.spec.formulas(self.example_tables), *formulas_of(self.see)).numbers
 
-    @cached_property
-    def see(self) -> tuple[Statistic, ...]:
-        """The statistics. Their formulas read the zeros of `example_tables`."""
-        return self.spec.statistics(self.example_tables)
-
 
 def _build_result(entry: Any, request: Any, operands: Any, result: EntryResult) -> tuple[PreparedCall, Result]:
     """Return the call of the kernel, and the result with lse in float64: the hook of a cached call."""
@@ -176,18 +176,12 @@ class XlaBackward(XlaCall):
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, (output, lse_words, *gradients) = self.split_arguments(arrays)
-        d_results = dict(zip(self.given, gradients, strict=True))
-        if OUTPUT not in d_results:
-            d_results[OUTPUT] = np.zeros(output.shape, output.dtype)
-        lse = lse_words.view(np.float64)[..., 0]
-        forward = ForwardPass(inputs[:NUM_OPERANDS], output, lse, inputs.sinks, inputs.seed, self.spec.threads)
         passes = self.passes.get(machine_setting())
         if passes is None:
             passes = self.passes[machine_setting()] = self.make_passes(inputs)
-        backward_inputs = self.read_inputs(inputs, forward, d_results)
-        d_inputs = passes.differentiate(
-            backward_inputs, forward, lambda: self.dispatch(passes.slots, inputs, forward, d_results)
-        )
+        saved, gradient_of = (output, lse_words.view(np.float64)[..., 0]), dict(zip(self.given, gradients, strict=True))
+        given = unflatten_gradients(self.see, gradient_of, saved, passes.slots, first=FIRST_ARRAY)
+        d_inputs = passes.differentiate(self.read_inputs(inputs, given), lambda: self.dispatch(inputs, given))
         return [d_inputs[k] for k in self.wanted_places]
 
     @cached_property
@@ -213,33 +207,25 @@ class XlaBackward(XlaCall):
         wanted_tables = [slots[k - NUM_OPERANDS] for k in self.wanted if k in places]
         return BackwardPasses.of(problem, formulas, wanted_tables, places.stop in self.wanted)
 
-    def read_inputs(self, inputs: Arrays, forward: ForwardPass, found: dict[int, Any]) -> BackwardInputs | None:
+    def read_inputs(self, inputs: Arrays, given: GivenGradients) -> BackwardInputs | None:
         """Return the inputs of a backward pass that can be repeated.
 
         None is returned if lse is too large, or if a result besides output and lse has a gradient.
         """
-        dtype = accumulator(dtype_name(forward.output))
-        if is_lse_too_large(forward.lse, dtype) or not found.keys() <= {OUTPUT, LSE}:
+        output, lse = given.saved
+        has_statistics = any(gradient is not None for gradient in given.d_seen)
+        if has_statistics or is_lse_too_large(lse, accumulator(dtype_name(output))):
             return None
-        d_lse = found.get(LSE)
-        d_lse = None if d_lse is None else np.ascontiguousarray(d_lse, np.float64)
+        d_lse = None if given.d_lse is None else np.ascontiguousarray(given.d_lse, np.float64)
         structure = () if d_lse is None else ("lse",)
-        return BackwardInputs(found[OUTPUT], d_lse, tuple(inputs.tables), self.numbers, structure)
+        arrays = inputs[:NUM_OPERANDS], output, lse, given.d_output, d_lse, tuple(inputs.tables)
+        return BackwardInputs(*arrays, self.numbers, structure, inputs.sinks, inputs.seed, self.spec.threads)
 
-    def dispatch(
-        self, slots: Sequence[int], inputs: Arrays, forward: ForwardPass, d_results: dict[int, Any]
-    ) -> tuple[Gradients, Sequence[Expression | None]]:
+    def dispatch(self, inputs: Arrays, given: GivenGradients) -> tuple[Gradients, Sequence[Expression | None]]:
         """Return the gradients, computed with all checks and the choice of a kernel, and (mask, score) of the call."""
         formulas = self.spec.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
-        d_seen = tuple(
-            [d_results.get(places[0]) if places else None for places in locate_arrays(problem.see, FIRST_ARRAY)]
-        )
-        plan, saved = make_plan(problem, self.spec.kernel), (forward.output, forward.lse)
-        sums = differentiate(
-            problem, plan, d_results[OUTPUT], d_results.get(LSE), d_seen, saved, slots, self.spec.threads
-        )
-        return sums, formulas
+        return differentiate(problem, make_plan(problem, self.spec.kernel), given, self.spec.threads), formulas
 
 
 @dataclass(frozen=True)

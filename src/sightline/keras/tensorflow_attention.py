@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..api.kernels import differentiate, make_plan
+from ..call.kernel import GivenGradients
 from ..call.problem import Problem, make_problem
 from ..errors import KernelRefusedError, MissingExtraError
 from ..statistics import weights
@@ -93,8 +94,8 @@ class _HostCall:
         d_weights = others[0] if self.with_weights and others[0].any() else None
         seed, *masks = others[self.with_weights :]
         problem = self.make_problem(query, key, value, seed, masks)
-        d_seen = (d_weights,) * self.with_weights
-        sums = differentiate(problem, make_plan(problem), d_output, None, d_seen, (output, lse), ())
+        given = GivenGradients(d_output, saved=(output, lse), d_seen=(d_weights,) * self.with_weights)
+        sums = differentiate(problem, make_plan(problem), given)
         pairs = zip((sums.query, sums.key, sums.value), (query, key, value), strict=True)
         return [np.asarray(gradient, x.dtype) for gradient, x in pairs]
 

@@ -28,7 +28,7 @@ from ..arrays.operations import (
     to_numpy,
 )
 from ..call import kernel as kernels
-from ..call.gradient_parts import is_lse_too_large, subtract_rounding, widen
+from ..call.gradient_parts import subtract_rounding, widen
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import OPERANDS, Problem
 from ..formula.block_lists import PAIRS_PER_CALL, PAIRS_PER_KEY
@@ -360,24 +360,20 @@ class Gather(Kernel):
     ) -> Gradients:
         """Return the gradients of a part. `given` are the inputs of the whole problem."""
         whole, added = (given.d_output, given.d_lse, *given.saved), given.statistics
-        arrays: list[Any] = [None if x is None else call.rows_of(x, part.rows) for x in whole]
-        d_output, d_lse, output, lse = arrays
+        saved: list[Any]
+        d_output, d_lse, *saved = [None if x is None else call.rows_of(x, part.rows) for x in whole]
         wanted = {id(call.problem.tables[slot]) for slot in given.wanted_tables}
         slots = [slot for slot, table in enumerate(part.problem.tables) if id(table) in wanted]
         kernel = kernels.choose(self.by_tiles, part.problem).kernel
-        if output.dtype != part.problem.query.dtype:
+        if saved[0].dtype != part.problem.query.dtype:
             exact = kernel.run(part.problem, threads)
-            d_lse = subtract_rounding(d_lse, d_output, (output, lse), (exact.output, exact.lse))
-            d_output, output = widen(d_output, output)
+            d_lse = subtract_rounding(d_lse, d_output, saved, (exact.output, exact.lse))
+            d_output, saved[0] = widen(d_output, saved[0])
         part_terms: dict[str, Any] = {name: formula.rewrite(part.symbols) for name, formula in added.formulas.items()}
         sums = {name: getattr(added, name) for name in ("lse", "weights_sum")}
         part_terms |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
-        saved, added = (output, lse), replace(added, **part_terms)
-        gradients = kernel.backward(part.problem, GivenGradients(d_output, d_lse, saved, slots, added), threads)
-        if gradients is not None:
-            return gradients
-        is_imprecise = is_lse_too_large(lse, part.problem.accumulator)
-        return streaming.backward(part.problem, d_output, d_lse, (), None if is_imprecise else saved, added)
+        given = GivenGradients(d_output, d_lse, saved, slots, replace(added, **part_terms))
+        return streaming.differentiate(kernel, part.problem, given, threads)
 
 
 def _widen(problem: Problem) -> Problem:

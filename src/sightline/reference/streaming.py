@@ -16,14 +16,14 @@ import numpy as np
 
 from ..arrays.operations import convert, device_option, namespace, resolve_dtype
 from ..caching import cached_property
-from ..call.gradient_parts import MAX_LSE, MAX_LSE_DIFFERENCE, find_learned_lookups, sink_weights
+from ..call.gradient_parts import MAX_LSE, MAX_LSE_DIFFERENCE, find_learned_lookups, is_lse_too_large, sink_weights
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
 from ..formula.derivative import derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
 from ..formula.tile_ranges import TileRanges, find_tile_ranges
-from ..statistics import Statistic, StatisticGradients, Tile, accumulate_statistics, statistic_gradients
+from ..statistics import Statistic, Tile, accumulate_statistics, statistic_gradients
 from .dropout import keep_factor
 
 TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
@@ -42,7 +42,7 @@ class TileOps:
         formats = problem.row_formats or ()
         self.row_formats = dict(zip((id(problem.key), id(problem.value)), formats, strict=False))
         arrays = problem.query, problem.key, problem.value, *others
-        self.is_finite = not formats and all(bool(xp.all(xp.isfinite(x))) for x in arrays)
+        self.is_finite = not formats and all(x is None or bool(xp.all(xp.isfinite(x))) for x in arrays)
 
     @cached_property
     def runs(self) -> TileRanges:
@@ -269,14 +269,19 @@ def _normalizers(ops: TileOps, rows: slice, lse: Any) -> tuple[Any, Any]:
     return tuple(xp.where(is_own, part, given) for part, given in zip(parts, (high, low), strict=True))
 
 
-def backward(
-    problem: Problem,
-    d_output: Any,
-    d_lse: Any = None,
-    d_seen: tuple[Any, ...] = (),
-    saved: tuple[Any, Any] | None = None,
-    added: StatisticGradients | None = None,
-) -> Gradients:
+def differentiate(kernel: Kernel, problem: Problem, given: GivenGradients, threads: int | None) -> Gradients:
+    """Return the gradients by the backward pass of a kernel. If it returns None, return those of `backward`.
+
+    Output and lse are computed again if an |lse| is above `MAX_LSE`.
+    """
+    gradients = kernel.backward(problem, given, threads)
+    if gradients is not None:
+        return gradients
+    is_imprecise = is_lse_too_large(given.saved[1], problem.accumulator)
+    return backward(problem, given._replace(saved=None) if is_imprecise else given)
+
+
+def backward(problem: Problem, given: GivenGradients) -> Gradients:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen.
 
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
@@ -284,30 +289,26 @@ def backward(
 
     `keep` has the factors of dropout. The gradients of statistics contribute d_weights, d_scores and a part of d_lse.
 
-    Parameters
-    ----------
-    d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
-    d_seen : for each statistic of `problem.see` the gradient of its first array; None if the statistic has no gradient
-    saved : (output, lse) of the forward pass. If `saved` is None, the forward pass is repeated, and the returned
-        gradients can be differentiated again.
-    added : the terms that the gradients of the statistics add; if it is None, they are computed from `d_seen`
+    If `given.saved` is None, the forward pass and `given.statistics` are computed again, and the returned gradients
+    can be differentiated again.
     """
-    ops = TileOps(problem, d_output)
+    ops, saved, added = TileOps(problem, given.d_output), given.saved, given.statistics
     xp = ops.xp
     output, lse = forward(ops) if saved is None else (xp.astype(saved[0], ops.dtype), saved[1])
-    d_output, score_gradients = xp.astype(d_output, ops.dtype), ScoreGradients(ops)
+    d_output = xp.zeros_like(output) if given.d_output is None else xp.astype(given.d_output, ops.dtype)
+    score_gradients = ScoreGradients(ops)
     if saved is not None and problem.dtype != problem.accumulator and score_gradients.lookups:
         exact, own_lse = forward(ops)  # a rounded output changes the gradients of all pairs of a query alike
         is_own = xp.abs(own_lse - lse) < MAX_LSE_DIFFERENCE  # else the output belongs to other keys too
         output = xp.where(is_own[..., None], exact, output)
     row = xp.sum(d_output * output, axis=-1)
-    if added is None:
+    if saved is None and given.d_seen:
 
         def compute(statistic: Statistic) -> Any:
             return accumulate_statistics(problem.with_statistics(statistic), lse, lambda: tiles(ops, lse))[0]
 
-        added = statistic_gradients(problem, lse, d_seen, compute=compute)
-    for part in (d_lse, added.lse):
+        added = statistic_gradients(problem, lse, given.d_seen, compute=compute)
+    for part in (given.d_lse, added.lse):
         row = row if part is None else row - xp.astype(part, ops.dtype)
     lead, d_query = problem.key.shape[:-1], ops.full(0.0, *problem.query.shape)
     d_key, d_value = (ops.full(0.0, *lead, width) for width in (problem.d_k, problem.d_v))
@@ -424,4 +425,4 @@ class Streaming(Kernel):
         return Result(ops.xp.astype(output, problem.query.dtype), lse, seen=compute_statistics(ops, lse))
 
     def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients:
-        return backward(problem, given.d_output, given.d_lse, saved=given.saved, added=given.statistics)
+        return backward(problem, given)

@@ -27,8 +27,7 @@ def tangent(problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tup
     tangents : the tangents of the inputs
     saved : (output, lse) of the forward pass
     """
-    given = [x for x in (tangents.query, tangents.key, tangents.value) if x is not None]
-    ops = TileOps(problem, *given)
+    ops = TileOps(problem, tangents.query, tangents.key, tangents.value)
     xp, (output, lse) = ops.xp, saved
     d_output = ops.full(0.0, *problem.batch_shape, problem.H, problem.n, problem.d_v)
     d_lse = xp.zeros_like(lse)

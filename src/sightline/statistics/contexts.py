@@ -169,20 +169,20 @@ def statistic_gradients(
     problem: Problem,
     lse: Any,
     d_seen: Sequence[Any],
-    saved: Sequence[Sequence[Any]] = (),
+    arrays: Sequence[Sequence[Any]] = (),
     compute: Callable[[Statistic], Any] | None = None,
 ) -> StatisticGradients:
     """Return the sum of the terms that the statistics' gradients add to dP, dS and d_lse.
 
     `d_seen` holds, for each statistic, the gradient of the first array of its result; None if that array has no
-    gradient. `saved` holds each statistic's arrays from the forward pass, () for arrays that were not saved.
+    gradient. `arrays` holds each statistic's arrays from the forward pass, () if they were not saved.
     `compute(statistic)` returns the result of another statistic of the problem; None if no statistic needs one, see
     `Statistic.backward_computes`.
     """
-    requested = zip(problem.see, d_seen, saved or [()] * len(d_seen), strict=False)
+    requested = zip(problem.see, d_seen, arrays or [()] * len(d_seen), strict=False)
     terms = [
-        statistic.backward(BackwardContext(problem, lse, compute, gradient, arrays=arrays))
-        for statistic, gradient, arrays in requested
+        statistic.backward(BackwardContext(problem, lse, compute, gradient, arrays=own))
+        for statistic, gradient, own in requested
         if gradient is not None
     ]
 

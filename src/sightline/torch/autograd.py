@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..api.kernels import make_plan
+from ..api.kernels import differentiate, make_plan
 from ..arrays.operations import checksum, to_numpy
 from ..caching import cached_property
-from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass, read_inputs, results_to_save, split_saved
+from ..call.backward_calls import BackwardInputs, BackwardPasses, read_inputs
 from ..call.call_cache import Entry, EntryResult, Operands
-from ..call.kernel import Gradients, Plan, Result
+from ..call.kernel import GivenGradients, Gradients, Plan, Result
 from ..call.problem import NUM_OPERANDS, Problem, make_problem
 from ..call.request import Request
-from ..call.spec import flatten_result
+from ..call.spec import flatten_result, split_arrays, unflatten_gradients
 from ..errors import ChangedArrayError
 from ..statistics import Statistic, unwrap_mean
 from ..statistics.dispatch import formulas_of
@@ -31,14 +31,6 @@ from . import operator
 from .derivatives import Derivative, apply
 from .interception import is_intercepted, is_transformed, refuse_old_vmap
 from .operator import build_result, make_seed, to_arguments
-
-
-class BackwardArrays(NamedTuple):
-    """The tensors of a backward pass: the gradients of the results, None for 0, and the saved inputs and results."""
-
-    gradients: Sequence[Tensor | None]
-    inputs: Sequence[Tensor]
-    results: Sequence[Tensor]
 
 
 class _Attention(torch.autograd.Function):
@@ -50,8 +42,7 @@ class _Attention(torch.autograd.Function):
         tables = call.tables()
         ctx.versions = table_versions(tables) if tables else None
         seeds = () if call.seed is None else (make_seed(call.seed),)
-        saved = results if len(results) <= 2 else results_to_save(call.statistics, results)
-        ctx.save_for_backward(*inputs, *saved, *seeds)
+        ctx.save_for_backward(*inputs, *call.results_to_save(results), *seeds)
         ctx.set_materialize_grads(False)
         return results
 
@@ -68,16 +59,18 @@ class _Attention(torch.autograd.Function):
         d_output = gradients[0]
         if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
             gradients = (d_output.contiguous(), *gradients[1:])  # that of a sum, for example, has stride 0
-        arrays = BackwardArrays(gradients, saved[:count], saved[count:])
-        d_inputs = None if has_graph else call.passes.repeat_call(call, arrays)
+        inputs, given = saved[:count], call.read_gradients(gradients, saved[count:])
+        d_inputs = None if has_graph else call.passes.repeat_call(call, inputs, given)
         if d_inputs is None:
             refuse_old_vmap(gradients)
             known = [gradient for gradient in gradients if gradient is not None]
             if not known:
                 return (None,) * (2 + count)
             needs_operator = has_graph or is_intercepted() or any(type(gradient) is not Tensor for gradient in known)
-            differentiate = _differentiate_by_operator if needs_operator else _differentiate
-            d_inputs = differentiate(call, arrays)[:count]
+            if needs_operator:
+                d_inputs = _differentiate_by_operator(call, inputs, gradients, given.saved)[:count]
+            else:
+                d_inputs = _differentiate(call, inputs, given)
         return (None, None, *d_inputs)
 
 
@@ -86,46 +79,44 @@ class _Attention(torch.autograd.Function):
 connect: Any = super(torch.autograd.Function, _Attention).apply
 
 
-def _differentiate(call: GraphCall, arrays: BackwardArrays) -> list[Tensor]:
+def _differentiate(call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> list[Tensor]:
     """Return the gradients of the inputs by the backward pass of the plan's kernel, or else by that of `streaming`."""
-    passes, problem = call.passes, call.make_problem(arrays.inputs)
-    plan, tables = call.plan or make_plan(problem, passes.kernel), passes.slots
-    output, lse = _read_saved(call, arrays.results)
-    if arrays.gradients[0] is None:
-        arrays = arrays._replace(gradients=(torch.zeros_like(output), *arrays.gradients[1:]))
-    gradients = arrays.gradients
-    d_results = [*gradients, None] if len(gradients) == 1 else gradients  # lse is a result only beside statistics
-    with operator.autocast_disabled(output):
-        statistic_arrays = split_saved(problem.see, arrays.results)
-        d_operands = operator.differentiate_results(
-            problem, plan, d_results, (output, lse), tables, passes.threads, statistic_arrays
-        )
-    if d_operands.bound_call is not None or d_operands.recorded_call is not None:
-        passes.keep_call(d_operands, call, arrays)
-    return d_operands.flatten(tables, passes.wants_sinks)
+    passes, problem = call.passes, call.make_problem(inputs)
+    plan = call.plan or make_plan(problem, passes.kernel)
+    with operator.autocast_disabled(problem.query):
+        given_tensors = given._replace(saved=_to_tensors(*given.saved))
+        found = differentiate(problem, plan, given_tensors, passes.threads)
+    if found.bound_call is not None or found.recorded_call is not None:
+        passes.keep_call(found, call, inputs, given)
+    return found.flatten(passes.slots, passes.wants_sinks)
 
 
-def _differentiate_by_operator(call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor]:
-    """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
-    passes, problem = call.passes, call.make_problem(arrays.inputs)
+def _differentiate_by_operator(
+    call: GraphCall, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], saved: tuple[Tensor, Any]
+) -> Sequence[Tensor]:
+    """Return the gradients of the inputs by the registered operator, which can be differentiated again.
+
+    `gradients` are those of the results, None for 0.
+    """
+    passes, problem = call.passes, call.make_problem(inputs)
     seed = make_seed(problem.seed) if problem.dropout else None
     call_arrays, spec = to_arguments(problem, seed, passes.kernel, passes.threads)
     place = {slot: table for table, slot in spec.table_slots(problem).items()}
     wanted = [place[index] for index in passes.slots]
-    known = {index: gradient for index, gradient in enumerate(arrays.gradients) if gradient is not None}
-    saved = _read_saved(call, arrays.results)
+    known = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+    results = _to_tensors(*saved)
     if is_transformed():
         derivative = Derivative.of(call_arrays, spec).above([*known], wanted)
-        return apply(derivative, *known.values(), *saved, *call_arrays.flatten())
+        return apply(derivative, *known.values(), *results, *call_arrays.flatten())
     d_inputs: list[Tensor] = operator.attention_backward(
-        [*known.values()], [*known], wanted, *saved, *call_arrays, *spec
+        [*known.values()], [*known], wanted, *results, *call_arrays, *spec
     )
     return d_inputs
 
 
-def _read_saved(call: GraphCall, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return output and lse as tensors."""
-    return results[0], torch.as_tensor(call.find_lse(results), device=results[0].device)
+def _to_tensors(output: Tensor, lse: Any) -> tuple[Tensor, Tensor]:
+    """Return output and lse, which may be a NumPy array, as tensors."""
+    return output, torch.as_tensor(lse, device=output.device)
 
 
 def tables_of(problem: Problem) -> list[Any]:
@@ -228,9 +219,20 @@ class GraphCall:
         see = self.source.see
         return see if isinstance(self.source, Problem) else [unwrap_mean(statistic) for statistic in see]
 
-    def find_lse(self, results: Sequence[Tensor]) -> Any:
-        """Return lse. `results` are the saved results."""
-        return results[1] if self.own_lse is None else self.own_lse
+    def results_to_save(self, results: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Return the results, with None in place of arrays of statistics that the backward pass does not read."""
+        if len(results) <= 2:
+            return results
+        arrays = zip(self.statistics, split_arrays(self.statistics, results), strict=True)
+        return *results[:2], *[array if one.backward_reads_arrays else None for one, own in arrays for array in own]
+
+    def read_gradients(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> GivenGradients:
+        """Return the gradients of the results. `saved` are what `results_to_save` returned."""
+        results = saved if self.own_lse is None else (saved[0], self.own_lse)
+        slots = self.passes.slots
+        if len(gradients) == 1 or not any(gradient is not None for gradient in gradients[1:]):
+            return GivenGradients(gradients[0], None, results[:2], slots)
+        return unflatten_gradients(self.statistics, dict(enumerate(gradients)), results, slots)
 
     def sinks(self, inputs: Sequence[Tensor]) -> Any:
         """Return the sinks: the saved tensor if they are learned, else the array of the call."""
@@ -283,35 +285,32 @@ class GraphPasses(BackwardPasses):
         output, *others = results
         return output, entry.build_seen(output, others[0], others[1:], in_graph=True) if has_statistics else ()
 
-    def repeat_call(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
+    def repeat_call(self, call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> Sequence[Tensor] | None:
         """Return the gradients of the inputs by a kernel call that `keep_call` has kept; None if no such call fits."""
         if isinstance(call.source, Problem) or call.is_lse_imprecise:
             return None
-        return self.repeat(*self._read_inputs(call, call.source, arrays))
+        return self.repeat(self._read_inputs(call, call.source, inputs, given))
 
-    def keep_call(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
+    def keep_call(self, found: Gradients, call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> None:
         """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
         if not isinstance(call.source, Problem):
-            given, forward = self._read_inputs(call, call.source, arrays)
-            self.keep(found, given, call.formulas, forward)
+            self.keep(found, self._read_inputs(call, call.source, inputs, given), call.formulas)
 
     def _read_inputs(
-        self, call: GraphCall, request: Request, arrays: BackwardArrays
-    ) -> tuple[BackwardInputs | None, ForwardPass]:
-        """Return (the inputs to repeat a backward call, the forward pass). Saved tensors replace the learned tables.
+        self, call: GraphCall, request: Request, inputs: Sequence[Tensor], given: GivenGradients
+    ) -> BackwardInputs | None:
+        """Return the inputs to repeat a backward call. Saved tensors replace the learned tables.
 
-        The inputs are None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
+        The result is None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
         """
-        gradients, inputs, results = arrays
-        lse, sinks = call.find_lse(results), call.sinks(inputs)
-        forward = ForwardPass(inputs[:NUM_OPERANDS], results[0], lse, sinks, call.seed or 0, self.threads)
-        backward_inputs = read_inputs(request, self.problem, gradients, forward, results)
-        if backward_inputs is not None and self.places:
-            tables = list(backward_inputs.tables)
+        rest = call.sinks(inputs), call.seed or 0, self.threads
+        found = read_inputs(request, self.problem, given, inputs[:NUM_OPERANDS], *rest)
+        if found is not None and self.places:
+            tables = list(found.tables)
             for place, tensor in zip(self.places, inputs[NUM_OPERANDS:], strict=False):
                 tables[place] = tensor
-            backward_inputs = backward_inputs._replace(tables=tuple(tables))
-        return backward_inputs, forward
+            found = found._replace(tables=tuple(tables))
+        return found
 
 
 def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:

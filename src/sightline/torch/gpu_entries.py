@@ -21,12 +21,12 @@ from ..caching import store
 from ..call import call_cache
 from ..call.backward_calls import MAX_BACKWARD_ENTRIES
 from ..call.call_cache import Entry, EntryResult, Hook, Operands, describe_statistics
-from ..call.kernel import BACKWARD_OPERANDS, Gradients, Result
+from ..call.kernel import BACKWARD_OPERANDS, GivenGradients, Gradients, Result
 from ..call.lookup import LOOKUP, store_call
 from ..call.problem import NUM_OPERANDS, Problem
 from ..call.request import Request
 from ..formula.expression import Expression
-from .autograd import BackwardArrays, GraphCall, GraphPasses, needs_gradients
+from .autograd import GraphCall, GraphPasses, needs_gradients
 from .operator import make_seed
 
 if TYPE_CHECKING:
@@ -87,21 +87,21 @@ class GpuEntry(Entry):
 class GpuPasses(GraphPasses):
     """The backward passes of calls on a GPU, which are launches of Triton kernels."""
 
-    def repeat_call(self, call: GraphCall, arrays: BackwardArrays) -> Sequence[Tensor] | None:
-        given, tables = _kernel_inputs(call, arrays), call.source.tables
-        answer = None if given is None else LOOKUP.find_or_run(self.entries, (), (), *given, *tables)
-        if given is None or answer is None or answer[0] is None:
+    def repeat_call(self, call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> Sequence[Tensor] | None:
+        kernel_arrays, tables = _kernel_inputs(inputs, given), call.source.tables
+        answer = None if kernel_arrays is None else LOOKUP.find_or_run(self.entries, (), (), *kernel_arrays, *tables)
+        if kernel_arrays is None or answer is None or answer[0] is None:
             return None
         launches, _, _, *addresses = answer
-        inputs = launches.read_inputs(given, addresses, tables, None)
-        return None if inputs is None else launches.run(inputs, call.seed or 0)
+        read = launches.read_inputs(kernel_arrays, addresses, tables, None)
+        return None if read is None else launches.run(read, call.seed or 0)
 
-    def keep_call(self, found: Gradients, call: GraphCall, arrays: BackwardArrays) -> None:
+    def keep_call(self, found: Gradients, call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> None:
         from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-        recorded, given = found.recorded_call, _kernel_inputs(call, arrays)
-        read = None if given is None else LOOKUP.read_arrays(*given, *call.source.tables)
-        if read is None:
+        recorded, kernel_arrays = found.recorded_call, _kernel_inputs(inputs, given)
+        read = None if kernel_arrays is None else LOOKUP.read_arrays(*kernel_arrays, *call.source.tables)
+        if read is None or recorded is None:
             return
         layouts, *addresses = read
         expected = [recorded.inputs[name].data_ptr() for name in BACKWARD_OPERANDS]
@@ -110,13 +110,11 @@ class GpuPasses(GraphPasses):
             store(self.entries, (layouts, ()), launches, MAX_BACKWARD_ENTRIES)
 
 
-def _kernel_inputs(call: GraphCall, arrays: BackwardArrays) -> tuple[Any, ...] | None:
+def _kernel_inputs(inputs: Sequence[Tensor], given: GivenGradients) -> tuple[Any, ...] | None:
     """Return the arrays that the backward kernels read besides tables; None if the gradients need the full dispatch."""
-    (d_output, *others), inputs, results = arrays
-    is_bound = d_output is not None and d_output.dtype is results[0].dtype and len(inputs) == NUM_OPERANDS
-    if not is_bound or any(gradient is not None for gradient in others):
-        return None
-    return *inputs[:NUM_OPERANDS], results[0], d_output, call.find_lse(results)
+    d_output, (output, lse) = given.d_output, given.saved
+    is_bound = d_output is not None and d_output.dtype is output.dtype and len(inputs) == NUM_OPERANDS
+    return (*inputs, output, d_output, lse) if is_bound and given.d_lse is None and not given.d_seen else None
 
 
 def insert(
@@ -130,10 +128,10 @@ def insert(
     """Store a call of Triton kernels, if its launches can be repeated. The parameters are as in `call_cache.insert`."""
     from ..gpu.launch.bound_launches import BoundLaunches  # loads triton, as each call of a kernel does
 
-    read = problem.query, problem.key, problem.value
-    if any(x.data_ptr() != y.data_ptr() for x, y in zip(read, operands, strict=True)):
+    read, recorded = (problem.query, problem.key, problem.value), result.recorded_call
+    if recorded is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(read, operands, strict=True)):
         return
-    launches = BoundLaunches.of(result.recorded_call, formulas, request.tables)
+    launches = BoundLaunches.of(recorded, formulas, request.tables)
     if launches is None:
         return
     squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None

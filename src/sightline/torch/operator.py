@@ -19,9 +19,9 @@ from torch import Tensor
 from ..api.kernels import differentiate, make_plan, push_forward, solve
 from ..arrays.operations import has_heads_in_rows
 from ..arrays.unreadable import check_device
-from ..call.kernel import Gradients, Plan, Result
+from ..call.kernel import Result
 from ..call.problem import Problem, validate
-from ..call.spec import Arrays, CallSpec, flatten_result, split_arrays
+from ..call.spec import Arrays, CallSpec, flatten_result, split_arrays, unflatten_gradients
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
 from ..reference import streaming
@@ -206,34 +206,12 @@ def apply_chain_rule(
     If `saved`, output and lse, is None, the result is differentiable.
     """
     problem = make_problem(arrays, spec)
-    gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
-    d_results = [gradient_by_index.get(k) for k in range(2 + sum([statistic.num_arrays for statistic in problem.see]))]
     slots = spec.table_slots(problem)
-    table_indices = [slots[table] for table in wanted_tables]
-    plan = None if saved is None else make_plan(problem, spec.kernel)
-    found = differentiate_results(problem, plan, d_results, saved, table_indices, spec.threads)
-    return found.flatten(table_indices, problem.sinks is not None)
-
-
-def differentiate_results(
-    problem: Problem,
-    plan: Plan | None,
-    d_results: Sequence[Tensor | None],
-    saved: tuple[Tensor, Tensor] | None,
-    table_indices: Sequence[int],
-    threads: int | None,
-    saved_arrays: Sequence[Sequence[Tensor]] = (),
-) -> Gradients:
-    """Return the gradients of query, key, value, the tables of the problem at `table_indices`, and the sinks.
-
-    `d_results` are the gradients of the results in the order of `flatten_result`, None for a gradient of 0. If `plan`
-    or `saved` is None, the returned gradients can be differentiated again. `saved_arrays` are each statistic's arrays
-    from the forward pass, () for arrays that were not saved.
-    """
-    d_output, d_lse = d_results[:2]
-    if d_output is None:
-        d_output = problem.query.new_zeros((*problem.query.shape[:-1], problem.d_v))
-    d_seen = tuple(arrays[0] if arrays else None for arrays in split_arrays(problem.see, d_results))
-    if plan is None or saved is None:
-        return streaming.backward(problem, d_output, d_lse, d_seen)
-    return differentiate(problem, plan, d_output, d_lse, d_seen, saved, table_indices, threads, saved_arrays)
+    slots_of_wanted = [slots[table] for table in wanted_tables]
+    gradient_of = dict(zip(gradient_indices, gradients, strict=True))
+    given = unflatten_gradients(problem.see, gradient_of, saved, slots_of_wanted)
+    if saved is None:
+        found = streaming.backward(problem, given)
+    else:
+        found = differentiate(problem, make_plan(problem, spec.kernel), given, spec.threads)
+    return found.flatten(slots_of_wanted, spec.has_sinks)

@@ -22,8 +22,8 @@ from torch.nn import Parameter, attention
 from ..api.functions import attend
 from ..api.kernels import differentiate, make_plan
 from ..caching import store
-from ..call.backward_calls import BackwardInputs, BackwardPasses, ForwardPass
-from ..call.kernel import Gradients
+from ..call.backward_calls import BackwardInputs, BackwardPasses
+from ..call.kernel import GivenGradients, Gradients
 from ..call.problem import NUM_OPERANDS, parse, validate
 from ..call.request import machine_setting
 from ..call.validation import read_mask, read_score
@@ -109,15 +109,15 @@ def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]
 
     def dispatch() -> tuple[Gradients, Any]:
         problem = validate(parse(query, key, value, options))
-        return differentiate(problem, make_plan(problem, "cpu"), d_output, None, (), (output, lse), ()), formulas
+        given = GivenGradients(d_output, saved=(output, lse))
+        return differentiate(problem, make_plan(problem, "cpu"), given), formulas
 
     with torch.no_grad(), autocast_disabled(output):
         if call_key not in _PASSES:
             problem = validate(parse(query, key, value, options))
             store(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), limit=64)
-        given = BackwardInputs(d_output.contiguous(), None, tables, structure.numbers, ())
-        forward = ForwardPass((query, key, value), output, lse, None, 0, None)
-        found = _PASSES[call_key].differentiate(given, forward, dispatch)
+        arrays = (query, key, value), output, lse, d_output.contiguous(), None, tables
+        found = _PASSES[call_key].differentiate(BackwardInputs(*arrays, structure.numbers, ()), dispatch)
     return [_order_heads_last(gradient) for gradient in found]
 
 

@@ -154,8 +154,8 @@ def gradients_with_statistics(kernel, arrays, options, see, rng):
         rough_problem, answer.lse, d_seen, compute=lambda one: solve(rough_problem.with_statistics(one)).seen[0]
     )
     wanted_tables = range(len(rough_problem.tables))
-    given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables, added)
-    true, rough = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in (true_problem, rough_problem))
+    given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables, added, d_seen)
+    true, rough = (streaming.backward(p, given._replace(saved=None)) for p in (true_problem, rough_problem))
     return kernel.backward(rough_problem, given), true, rough
 
 

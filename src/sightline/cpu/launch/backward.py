@@ -101,25 +101,25 @@ def backward(problem: Problem, given: GivenGradients, threads: int | None, proce
     Returns None if a gradient is NaN or ∞, or if an lse exceeds `MAX_LSE`. The kernel `Streaming` must then
     compute the gradients.
     """
-    d_output, d_lse, saved, wanted_tables, statistic_gradients = given
+    saved, statistic_gradients = given.saved, given.statistics
     if is_lse_too_large(saved[1], problem.accumulator):
         return None
     bound_sum = None
     if statistic_gradients.needs_weights_sum:
         weights_sum, bound_sum = _sum_over_keys(problem, statistic_gradients, threads, processor)
         statistic_gradients = replace(statistic_gradients, weights_sum=weights_sum)
-    d_lse, formulas = statistic_gradients.add_to_d_lse(d_lse), statistic_gradients.formulas
-    table_gradients = list(find_table_gradients(problem, wanted_tables))
+    d_lse, formulas = statistic_gradients.add_to_d_lse(given.d_lse), statistic_gradients.formulas
+    table_gradients = list(find_table_gradients(problem, given.wanted_tables))
     bound_output = None
     if table_gradients and problem.dtype != problem.accumulator:
         *exact, bound_output = _recompute_output(problem, threads, processor)
-        d_lse = subtract_rounding(d_lse, d_output, saved, exact)
+        d_lse = subtract_rounding(d_lse, given.d_output, saved, exact)
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
     arguments, spec = prepare("backward", problem, processor, tuple(formulas.values()), **options)
     xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
     output, d_output = (
-        with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], d_output)
+        with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], given.d_output)
     )
     call = BoundBackward(arguments, spec, split, (output, d_output), table_gradients, processor)
     table_sums = call.make_table_sums()

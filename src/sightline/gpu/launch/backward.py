@@ -11,7 +11,7 @@ import torch
 
 from ...arrays.operations import detach
 from ...call.gradient_parts import find_learned_lookups, sum_by_table, sum_sink_gradients
-from ...call.kernel import Gradients, Refusal
+from ...call.kernel import GivenGradients, Gradients, Refusal
 from ...call.problem import Problem
 from ...formula.derivative import derivative
 from ...formula.expression import SYMBOLS, Expression, Lookup
@@ -61,40 +61,36 @@ class GpuTableGradient:
         return any(argument is SYMBOLS[name] for argument in self.node.arguments)
 
 
-def backward(
-    problem: Problem,
-    d_output: Any,
-    d_lse: Any,
-    saved: tuple[Any, Any],
-    wanted_tables: Collection[int],
-    statistic_gradients: StatisticGradients,
-    architecture: str | None,
-) -> Gradients:
+def backward(problem: Problem, given: GivenGradients, architecture: str | None) -> Gradients:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, as `Kernel.backward` defines them.
 
     `refuse_tables` has refused every table that these kernels do not support.
     """
     architecture = architecture or architecture_of(problem.query.device)
-    lookups = _table_gradients(problem, wanted_tables)
+    lookups = _table_gradients(problem, given.wanted_tables)
     query, batch_shape = problem.query, problem.batch_shape
-    output, lse = map(detach, saved)
-    d_lse_terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
-    d_lse = sum(detach(term).to(torch.float64) for term in d_lse_terms) if d_lse_terms else None
+    output, lse = map(detach, given.saved)
+    d_lse_terms = [term for term in (given.d_lse, given.statistics.lse) if term is not None]
+    d_lse: Any = sum(detach(term).to(torch.float64) for term in d_lse_terms) if d_lse_terms else None
     d_query = query.new_empty((*batch_shape, problem.H, problem.n, problem.d_k))
     d_key, d_value = (query.new_empty((*batch_shape, problem.G, problem.m, d)) for d in (problem.d_k, problem.d_v))
     accumulator = getattr(torch, problem.accumulator)
     rows = tuple(query.new_empty((*batch_shape, problem.H, problem.n), dtype=accumulator) for _ in range(3))
     sums = tuple(_allocate_sums(problem, lookup) for lookup in lookups)
     d_lse = None if d_lse is None else d_lse.expand(rows[0].shape).contiguous()
-    arrays = {"output": to_operand(output), "d_output": to_operand(detach(d_output).to(query.dtype)), "d_lse": d_lse}
+    arrays = {
+        "output": to_operand(output),
+        "d_output": to_operand(detach(given.d_output).to(query.dtype)),
+        "d_lse": d_lse,
+    }
     arrays |= {"lse": lse.contiguous(), "rows": rows, "sums": sums}
     arrays |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
     done: list[tuple[KernelLaunch, Any]] = []
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        for launch in backward_launches(problem, arrays, lookups, statistic_gradients, architecture):
+        for launch in backward_launches(problem, arrays, lookups, given.statistics, architecture):
             done.append((launch, launch.launch()))
     recorded = None
-    if not lookups and problem.sinks is None and d_lse is None and not statistic_gradients.formulas:
+    if not lookups and problem.sinks is None and d_lse is None and not given.statistics.formulas:
         inputs = {"output": output, "d_output": arrays["d_output"].start, "lse": arrays["lse"]}
         recorded = RecordedCall.of(problem, done, problem.tables, [d_query, d_key, d_value], inputs)
     terms = [

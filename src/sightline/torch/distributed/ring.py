@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ...arrays.operations import itemsize, needs_gradient
 from ...call.gradient_parts import sink_weights, sum_sink_gradients
 from ...call.kernel import GivenGradients
 from ...call.problem import Problem
-from ...call.spec import split_arrays
+from ...call.spec import split_arrays, unflatten_gradients
 from ...errors import ParameterError
 from ...partition.needed_keys import KeyBlock, Schedule, find_schedule, key_block_length
 from ...partition.parts import Sums, combine, part_of, read_part, start
@@ -96,29 +96,19 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
-        check_versions(ctx.versions, tables_of(ctx.ring.problem))
-        with torch.no_grad(), autocast_disabled(ctx.saved_tensors[0]):
-            gradients = _RingAttention.differentiate(ctx, *d_results)
+        ring, saved = ctx.ring, ctx.saved_tensors
+        inputs, results = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
+        query, key, value, *rest = inputs
+        check_versions(ctx.versions, tables_of(ring.problem))
+        with torch.no_grad(), autocast_disabled(query):
+            given = unflatten_gradients(ring.problem.see, dict(enumerate(d_results)), results, ctx.wanted_tables)
+            given = given._replace(d_output=given.d_output.contiguous())
+            sums = ring.backward(given, query, key, value, None if ring.problem.sinks is None else rest[0])
+            gradients = [gradient.to(x.dtype) for gradient, x in zip(sums, inputs, strict=True)]
         if torch.is_grad_enabled():  # with create_graph=True
-            sources = [*ctx.saved_tensors[: ctx.num_inputs], *[x for x in d_results if x is not None]]
+            sources = [*inputs, *[x for x in d_results if x is not None]]
             gradients = _NoSecondDerivative.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
         return None, None, *gradients
-
-    @staticmethod
-    def differentiate(
-        ctx: Any, d_output: Tensor | None, d_lse: Tensor | None, *d_arrays: Tensor | None
-    ) -> list[Tensor]:
-        """Return the gradients of the inputs."""
-        ring, tensors = ctx.ring, ctx.saved_tensors
-        inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
-        query, key, value, *rest = inputs
-        d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
-        statistics = [split_arrays(ring.problem.see, flat, 0) for flat in (arrays, d_arrays)]
-        d_statistics = [d_statistic[0] for d_statistic in statistics[1]]
-        queries = QueryArrays(query, output, lse, statistics[0], d_output, d_lse, d_statistics)
-        sinks = None if ring.problem.sinks is None else rest[0]
-        gradients = ring.backward(queries, key, value, sinks, ctx.wanted_tables)
-        return [gradient.to(x.dtype) for gradient, x in zip(gradients, inputs, strict=True)]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -138,29 +128,6 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 # -- the passes of one rank --------------------------------------------------------------------------------------------
-
-
-class QueryArrays(NamedTuple):
-    """What the backward pass reads of some queries of this rank: the results, and the gradients of the results.
-
-    output : in the dtype of `query`
-    statistics, d_statistics : the arrays of each per-query statistic, and the gradient of the first one; d_lse, or an
-        element of `d_statistics`, is None for 0
-    """
-
-    query: Tensor
-    output: Tensor
-    lse: Tensor
-    statistics: Sequence[Sequence[Tensor]]
-    d_output: Tensor
-    d_lse: Tensor | None
-    d_statistics: Sequence[Tensor | None]
-
-    def rows(self, span: Span) -> QueryArrays:
-        """Return the arrays of the queries of a span, as views."""
-        axis = self.lse.ndim - 1
-        found: QueryArrays = tree_map_only(Tensor, lambda x: x.narrow(axis, span.row, len(span)), self)
-        return found
 
 
 @dataclass(frozen=True)
@@ -221,27 +188,28 @@ class Ring:
         return arrays_by_statistic
 
     def backward(
-        self, queries: QueryArrays, key: Tensor, value: Tensor, sinks: Tensor | None, wanted_tables: tuple[int, ...]
+        self, given: GivenGradients, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> list[Tensor]:
         """Return the gradients of Σ d_results ∘ results, where the sum runs over the results of all ranks.
 
-        They are those of query, key, value, the sinks if there are any, and the tables `wanted_tables`. Those of the
-        sinks and the tables are this rank's part.
+        They are those of query, key, value, the sinks if there are any, and the wanted tables. Those of the sinks and
+        the tables are this rank's part.
         """
-        d_query, d_key, d_value = (x.new_zeros(x.shape, dtype=self.dtype) for x in (queries.query, key, value))
-        d_tables = {k: torch.zeros_like(self.problem.tables[k].array, dtype=torch.float64) for k in wanted_tables}
+        d_query, d_key, d_value = (x.new_zeros(x.shape, dtype=self.dtype) for x in (query, key, value))
+        d_tables = {k: torch.zeros_like(self.problem.tables[k].array, dtype=torch.float64) for k in given.wanted_tables}
         exchange = BlockExchange(self.group, self.schedule, (key, value), (d_key, d_value))
         for block, arrays, add in exchange:
-            add(self._differentiate(block, arrays, queries, sinks, d_query, d_tables))
+            add(self._differentiate(block, arrays, given, query, sinks, d_query, d_tables))
             del arrays  # before memory for the next block is taken
-        d_sinks = [] if sinks is None else [self._differentiate_sinks(queries, key, value, sinks)]
+        d_sinks = [] if sinks is None else [self._differentiate_sinks(given, query, key, value, sinks)]
         return [d_query, d_key, d_value, *d_sinks, *d_tables.values()]
 
     def _differentiate(
         self,
         block: KeyBlock,
         block_arrays: list[Tensor],
-        queries: QueryArrays,
+        given: GivenGradients,
+        query: Tensor,
         sinks: Tensor | None,
         d_query: Tensor,
         d_tables: dict[int, Tensor],
@@ -249,13 +217,12 @@ class Ring:
         """Return the gradients of a block's keys and values. Add the gradients of the queries and tables in place."""
         sums = [x.new_zeros(x.shape, dtype=self.dtype) for x in block_arrays]
         for span in self.schedule.seeing_spans(self.group.rank, block):
-            rows = queries.rows(span)
-            part, results = self._part(span, block, rows.query, *block_arrays), (rows.output, rows.lse)
-            added = part_gradients(part, block.span.start, rows.lse, sinks, rows.d_statistics, rows.statistics)
-            inputs = GivenGradients(rows.d_output, rows.d_lse, results, tuple(d_tables), added)
-            gradients = kernels.make_plan(part).kernel.backward(part, inputs, self.threads)
+            part = self._part(span, block, query[..., span.rows, :], *block_arrays)
+            rows = _rows_of(given, span)
+            rows = rows._replace(statistics=part_gradients(part, block.span.start, rows, sinks))
+            gradients = kernels.make_plan(part).kernel.backward(part, rows, self.threads)
             if gradients is None:
-                gradients = streaming.backward(part, rows.d_output, rows.d_lse, (), results, added)
+                gradients = streaming.backward(part, rows)
             d_query[..., span.rows, :] += gradients.query
             sums[0] += gradients.key
             sums[1] += gradients.value
@@ -263,13 +230,15 @@ class Ring:
                 total += gradients.tables[index]
         return sums
 
-    def _differentiate_sinks(self, queries: QueryArrays, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+    def _differentiate_sinks(
+        self, given: GivenGradients, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
+    ) -> Tensor:
         """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over the rank's queries."""
-        query, output, lse, statistics, d_output, d_lse, d_statistics = queries
-        delta = torch.einsum("...d,...d->...", d_output.to(self.dtype), output.to(self.dtype)).double()
+        output, lse = given.saved
+        delta = torch.einsum("...d,...d->...", given.d_output.to(self.dtype), output.to(self.dtype)).double()
         part = replace(self.problem, query=query, key=key, value=value, sinks=None)
-        added = part_gradients(part, 0, lse, sinks, d_statistics, statistics)
-        for term, sign in ((d_lse, -1.0), (added.lse, -1.0), (added.weights_sum, 1.0)):
+        added = part_gradients(part, 0, given, sinks)
+        for term, sign in ((given.d_lse, -1.0), (added.lse, -1.0), (added.weights_sum, 1.0)):
             if term is not None:
                 delta = delta + sign * term
         d_sinks: Tensor = sum_sink_gradients(sinks, lse, delta)
@@ -286,25 +255,25 @@ def _move(rows: slice, span: Span) -> slice:
     return slice(rows.start + span.start, rows.stop + span.start)
 
 
-def part_gradients(
-    part: Problem,
-    first_key: int,
-    lse: Tensor,
-    sinks: Tensor | None,
-    d_seen: Sequence[Tensor | None],
-    arrays: Sequence[Sequence[Tensor]],
-) -> StatisticGradients:
+def _rows_of(given: GivenGradients, span: Span) -> GivenGradients:
+    """Return the gradients and results of the queries of a span, as views."""
+    axis = given.saved[1].ndim - 1
+    found: GivenGradients = tree_map_only(Tensor, lambda x: x.narrow(axis, span.row, len(span)), given)
+    return found
+
+
+def part_gradients(part: Problem, first_key: int, given: GivenGradients, sinks: Tensor | None) -> StatisticGradients:
     """Return the terms that the gradients of `part.see` add to the gradients of a part.
 
     Parameters
     ----------
     part : some queries on the keys from `first_key` on
-    lse, arrays : lse and the arrays of each statistic, of these queries on all keys
+    given : the gradients and the results of these queries on all keys
     sinks : the sinks of the whole problem
-    d_seen : the gradient of each statistic's first array; None for 0
     """
-    wide = [None if gradient is None else gradient.double() for gradient in d_seen]
-    local = [[*result[:1], *[where - first_key for where in result[1:]]] for result in arrays]
+    lse = given.saved[1]
+    wide = [None if gradient is None else gradient.double() for gradient in given.d_seen]
+    local = [[*result[:1], *[where - first_key for where in result[1:]]] for result in given.arrays]
     terms = statistic_gradients(part, lse, wide, local)
     if sinks is not None and any(statistic.fused_role == "max_score" for statistic in part.see):
         # beside a large sink, the weight of the largest score may underflow
