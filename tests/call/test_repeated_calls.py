@@ -32,7 +32,7 @@ SEEDS_PER_TEST = 5
 REPEATS = 4  # calls until a call is direct, and one more
 
 
-@pytest.mark.sampled(one_in=11)
+@pytest.mark.sampled(one_in=13)
 @pytest.mark.parametrize(
     "first", [*range(0, 60, SEEDS_PER_TEST), *(pytest.param(k, marks=pytest.mark.soak) for k in range(1000, 3000, 5))]
 )

@@ -270,6 +270,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.sampled(one_in=11)
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_second_derivatives_under_the_switches_of_jax(operands, dtype, switch):

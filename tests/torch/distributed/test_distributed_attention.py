@@ -17,7 +17,7 @@ from statistic_definitions import check as check_statistics
 from statistic_definitions import statistics, usable
 from strategies import DTYPES, Case, cases
 
-pytestmark = pytest.mark.sampled(one_in=3)
+pytestmark = pytest.mark.sampled(one_in=5)
 
 FEW = settings(max_examples=2, phases=[Phase.generate])  # most drawn problems compile kernels on every rank
 MANY = settings(FEW, max_examples=20)
