@@ -26,7 +26,7 @@ from ..formula.from_function import torch_mode
 from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
 from ..statistics.dispatch import formulas_of
-from . import gpu_entries, operator
+from . import gpu_entries, onnx_export, operator
 from .autograd import GraphPasses, attach_to_graph, needs_gradients
 from .derivatives import Derivative, apply
 from .fused import Fused
@@ -72,6 +72,8 @@ def run(
     ]
     prepared_options = options.replace(mask=mask, score=score, see=see, scale=scale, seed=0 if seed is None else seed)
     problem = parse(query, *unpack_cache(query, key, value, prepared_options))
+    if onnx_export.is_exporting():
+        return to_caller_layout(problem, onnx_export.attend(problem))
     if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
         result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
         if request is not None:
