@@ -32,8 +32,8 @@ def find_extremum(how: str, values: Any, positions: Any, axis: int) -> Extremum:
     """
     xp = namespace(values)
     ordered, positions = values if how == "max" else -values, xp.broadcast_to(positions, values.shape)
-    least = np.finfo(dtype_name(values)).min  # so that −∞ with a position is above every entry without one
-    ordered = xp.where(positions < 0, -math.inf, xp.where(ordered < least, float(least), ordered))
+    least = float(np.finfo(dtype_name(values)).min)  # so that −∞ with a position is above every entry without one
+    ordered = xp.where(positions < 0, -math.inf, xp.where(ordered < least, least, ordered))
     first = xp.argmax(ordered, axis=axis, keepdims=True)
     return Extremum(*[xp.squeeze(xp.take_along_axis(x, first, axis=axis), axis=axis) for x in (values, positions)])
 
