@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 CALL_SECONDS = 240  # the time limit of one call
@@ -31,8 +33,7 @@ class Ranks:
         context.set_forkserver_preload(["pytest", "hypothesis", "torch.distributed", "sightline.torch.distributed"])
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [own for own, _ in pipes]
-        store = Path(self.folder.name) / "store"
-        arguments = [(rank, size, str(store), timeout, other) for rank, (_, other) in enumerate(pipes)]
+        arguments = [(rank, size, f"{self.folder.name}/store", timeout, other) for rank, (_, other) in enumerate(pipes)]
         self.processes = [context.Process(target=_serve, args=one, daemon=True) for one in arguments]
         for process in self.processes:
             process.start()
@@ -81,10 +82,12 @@ class Ranks:
 def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
     """Join the groups, and answer calls until the pipe closes."""
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    import torch
-    import torch.distributed as dist
+    from torch import distributed as dist
+    from torch import set_num_threads
 
-    torch.set_num_threads(1)
+    # some packages install a package of this name
+    sys.modules["tests"] = SimpleNamespace(__path__=[str(Path(__file__).parents[1])])
+    set_num_threads(1)
     wait = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
     groups = [dist.new_group(list(range(count)), timeout=wait) for count in range(1, size + 1)]

@@ -57,13 +57,9 @@ def check_all():
     faulthandler.cancel_dump_traceback_later()
 
 
-def raise_interrupt(*_):
-    raise KeyboardInterrupt
-
-
 def by_timer(seed, count):
     """Interrupt calls `count` times."""
-    signal.signal(signal.SIGALRM, raise_interrupt)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # raises KeyboardInterrupt
     times, arrived = np.random.default_rng(int(seed)), 0
     while arrived < int(count):
         faulthandler.dump_traceback_later(MAX_CALL_SECONDS, exit=True)
