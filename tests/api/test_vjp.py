@@ -43,6 +43,7 @@ SEEN = {
     "mass": [sightline.mass(i - j < 3), sightline.max_score()],
     "sum": [sightline.sum(sightline.p * (i - j), over=j)],
     "means": [sightline.entropy().mean("heads"), sightline.lse().mean("batch")],
+    "weighted entropies": [sightline.entropy().sum("heads", weights=[1.0, -2.0, 0.5, 3.0])],
     "weighted heads": [
         sightline.weights().sum("heads", weights=[0.5, -2.0, 0.0, 1.0]),
         sightline.weighted_sum(np.eye(M)).rows([2]).sum("heads", weights=[0.5, -2.0, 0.0, 1.0]),

@@ -261,15 +261,11 @@ class _Call:
         if self.answer is None or self.answer.result.is_lse_imprecise:
             return None
         passes, entry, request, result = self.answer
+        if any(statistic.mean is not None for statistic in entry.statistics):
+            return None  # `dispatch` differentiates the means, a cached pass what they are means of
         see = [cached.statistic for cached in entry.statistics]
-        arrays = split_arrays(see, result.arrays, 0)
-        spread = [
-            d
-            if d is None or one.mean is None
-            else spread_mean(one.mean, d, (*own, result.lse)[0].shape, one.batch_ndim)
-            for one, own, d in zip(entry.statistics, arrays, d_seen, strict=True)
-        ]
-        return read_inputs(request, passes.problem, self.join_gradients(see, d_output, spread, arrays), *self.inputs)
+        given = self.join_gradients(see, d_output, d_seen, split_arrays(see, result.arrays, 0))
+        return read_inputs(request, passes.problem, given, *self.inputs)
 
     def join_gradients(
         self, see: Sequence[Statistic], d_output: Any, d_seen: Sequence[Any], arrays: Sequence[Sequence[Any]]
