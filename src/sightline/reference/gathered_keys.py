@@ -275,7 +275,7 @@ class Gather(Kernel):
             yield Refusal(f"{problem.framework.name} arrays on {problem.device}", "arrays of NumPy or torch on the CPU")
         if problem.dropout:
             yield Refusal("dropout, which depends on the positions of keys", "leave dropout=0")
-        for statistic in problem.see:
+        for statistic in (one for one in problem.see if not one.has_own_problem):
             if not statistic.axes:
                 yield Refusal(f"{statistic}, which has an entry for each pair", "leave it out, or use pooled")
             elif statistic.axes == "i" and statistic.finds:
