@@ -20,6 +20,7 @@ CALLS = {  # a function of query, key, value and more arrays; `is_causal` of its
     "a query without keys": (partial(sightline.attention, mask=i > j), [0]),
     "distances": (partial(sightline.attention, mask=i >= j, score=s - abs(i - j) * 0.5**h), [0]),
     "batch axes": (lambda *x: sightline.attention(*(array[:, None] for array in x), mask=i >= j), [1]),
+    "lower right": (partial(sightline.attention, mask=sightline.causal("lower right")), [0]),
     "soft cap": (partial(sightline.attention, mask=i > j, score=sightline.softcap(3.0)), []),
     "sinks": (partial(sightline.attention, mask=i >= j, sinks=torch.arange(4.0)), []),
     "lengths": (lambda *x: sightline.attention(*x[:3], mask=j < table(x[3])[b]), [0], torch.tensor([3, 10])),

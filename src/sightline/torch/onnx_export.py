@@ -24,13 +24,15 @@ from ..errors import KernelRefusedError
 from ..formula.derivative import ONE, derivative
 from ..formula.evaluate_array import evaluate
 from ..formula.library import causal
+from .interception import INTERCEPTIONS
 
 CAUSAL = causal().text  # formulas made while torch traces are equal in text alone
 
 
 def is_exporting() -> bool:
-    """True while `torch.onnx.export` traces. Exporting imports torch.onnx, which takes 30 ms."""
-    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+    """True while `torch.onnx.export` traces in this thread. Exporting imports torch.onnx, which takes 30 ms."""
+    is_in_process = "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+    return is_in_process and any(function() for function in INTERCEPTIONS)
 
 
 def attend(problem: Problem) -> Result:
@@ -50,7 +52,7 @@ def attend(problem: Problem) -> Result:
         is_causal = problem.mask is not None and problem.mask.text == CAUSAL and problem.score is None
         mask = None if is_causal else _mask_array(problem)
         output = scaled_dot_product_attention(
-            query, key, value, mask, 0.0, is_causal, scale=problem.scale, enable_gqa=problem.group > 1
+            query, key, value, mask, 0.0, is_causal, scale=problem.scale, enable_gqa=bool(problem.group > 1)
         )
     else:
         output = _multiply(problem)
@@ -91,5 +93,6 @@ def _evaluate(problem: Problem, formula: Any, float_dtype: torch.dtype, **scores
     """Return the formula's result as an array that broadcasts to (B, H, n, m)."""
     xp = namespace(problem.query)
     positions = problem.positions(xp, slice(0, problem.n), slice(0, problem.m))
-    symbols = {**dict(zip("bhij", positions, strict=True)), "n": problem.n, "m": problem.m, **scores}
+    n, m = (torch.ones_like(each).sum() for each in positions[2:])  # a number would fix a length that may change
+    symbols = {**dict(zip("bhij", positions, strict=True)), "n": n, "m": m, **scores}
     return evaluate(formula, symbols, xp=xp, float_dtype=float_dtype, like=problem.query)
