@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from ..formula.expression import Expression
 from .contexts import KeyPart, StatisticGradients, Tile, accumulate_statistics, arrays_of, statistic_gradients, weigh
 from .head_factors import multiply_heads
-from .library import mass, max, min, pooled, received, scores, sum, weighted_sum, weights
-from .per_query import Lse, TopK, entropy, lse, max_score, top_k
+from .library import entropy, mass, max, max_score, min, pooled, received, scores, sum, weighted_sum, weights
+from .per_query import Lse, TopK, lse, top_k
 from .reduction import Reduction
 from .statistic import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
 

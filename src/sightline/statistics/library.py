@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..arrays.operations import check_float_dtype
 from ..arrays.unreadable import check_kind
 from ..errors import MaskError, ParameterError, check_count
-from ..formula.expression import SYMBOLS, Expression, as_expression, walk, where
+from ..formula.expression import SYMBOLS, Expression, apply, as_expression, walk, where
 from ..formula.printing import format_as_code
 from .contexts import MAX_RESULT_BYTES
 from .per_query import WeightedSum
@@ -19,6 +19,8 @@ from .statistic import Statistic
 j, s, p = (SYMBOLS[name] for name in "jsp")
 Over = Expression | tuple[Expression, ...]
 Cells = tuple[int, int] | None
+MAX_SCORE = Reduction(s, "max", "j", name="max_score", hidden=-math.inf)
+ENTROPY = Reduction(-p * apply("log", p), "sum", "j", name="entropy")
 RECEIVED = {how: Reduction(p, how, "i", name="received") for how in ("sum", "mean", "max")}
 
 
@@ -108,9 +110,7 @@ def _extremum(how: str, formula: Any, over: Over, cells: Cells) -> Statistic:
     axes, outer = _read_over(how, over)
     if outer:
         raise ParameterError(
-            f"{how}(formula, over={over})",
-            "i, j or both",
-            f"the {how} of the result over its axis of heads or batch",
+            f"{how}(formula, over={over})", "i, j or both", f"the {how} of the result over its axis of heads or batch"
         )
     formula, cells = _read_formula(formula), _read_cells(how, axes, cells)
     return Reduction(formula, how if axes else "sum", axes, cells, name=how, hidden=EXTREMES[how])
@@ -365,3 +365,41 @@ def _parse_rectangle(within: Any) -> Rectangle:
 def _check_limit(name: str, limit: Any, insist: Any) -> int | None:
     limit = check_count(name + "(limit={!r}), a number of bytes", limit, 0, f"{name}(insist=True) for any size")
     return None if insist else limit
+
+
+def max_score() -> Statistic:
+    """Request the largest score of every query, max_j S_ij without the sink logit, and the first j with that score.
+
+    It is `max(s, over=j)`. The result is a named tuple: `value` (..., H, n) in nats, also named `score`, in the
+    accumulator's dtype (float64 for float64 arrays, else float32), and `where` (..., H, n) int64. For a query without
+    keys, `value` is −∞ and `where` is −1. The gradient of `value` goes to the score of the pair (i, `where`). QK-Clip
+    bounds the largest score to keep training stable. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025,
+    section 2.1.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.array([[2], [-1], [1]], np.float32)  # scores: products of two numbers
+    >>> _, (largest,) = sightline.attention(x, x, x, see=[sightline.max_score()])
+    >>> largest.score, largest.where
+    (array([4., 1., 2.], dtype=float32), array([0, 1, 0]))
+    """
+    return MAX_SCORE
+
+
+def entropy() -> Statistic:
+    """Request H_i = −Σⱼ P_ij ln P_ij, the entropy of the weights: `sum(-p * np.log(p), over=j)`. A sink adds no term.
+
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats, from 0 to
+    ln m; 0 for a query without keys. The entropy has a gradient. Training becomes unstable if it falls towards 0.
+    Source: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
+    >>> _, (entropy,) = sightline.attention(x, x, x, mask=mask, see=[sightline.entropy()])
+    >>> np.exp(entropy).round(2)  # the number of keys that each query attends to
+    array([1., 2., 3.], dtype=float32)
+    """
+    return ENTROPY

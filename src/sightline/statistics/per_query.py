@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..arrays.operations import broadcast_to, convert, dtype_name, itemsize, namespace, resolve_dtype
 from ..arrays.unreadable import check_device
 from ..errors import ParameterError, ShapeError, check_count
-from ..formula.expression import SYMBOLS, apply
 from .contexts import MAX_RESULT_BYTES, BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, weigh
-from .reduction import Reduction
 from .statistic import Statistic
 
 if TYPE_CHECKING:
     from ..call.kernel import Result
     from ..call.problem import Problem
-
-s, p = SYMBOLS["s"], SYMBOLS["p"]
-MAX_SCORE = Reduction(s, "max", "j", name="max_score", hidden=-math.inf)
-ENTROPY = Reduction(-p * apply("log", p), "sum", "j", name="entropy")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -178,44 +172,6 @@ def lse() -> Statistic:
     array([1., 2., 3.], dtype=float32)
     """
     return Lse()
-
-
-def max_score() -> Statistic:
-    """Request the largest score of every query, max_j S_ij without the sink logit, and the first j with that score.
-
-    It is `max(s, over=j)`. The result is a named tuple: `value` (..., H, n) in nats, also named `score`, in the
-    accumulator's dtype (float64 for float64 arrays, else float32), and `where` (..., H, n) int64. For a query without
-    keys, `value` is −∞ and `where` is −1. The gradient of `value` goes to the score of the pair (i, `where`). QK-Clip
-    bounds the largest score to keep training stable. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025,
-    section 2.1.
-
-    Examples
-    --------
-    >>> import numpy as np, sightline
-    >>> x = np.array([[2], [-1], [1]], np.float32)  # scores: products of two numbers
-    >>> _, (largest,) = sightline.attention(x, x, x, see=[sightline.max_score()])
-    >>> largest.score, largest.where
-    (array([4., 1., 2.], dtype=float32), array([0, 1, 0]))
-    """
-    return MAX_SCORE
-
-
-def entropy() -> Statistic:
-    """Request H_i = −Σⱼ P_ij ln P_ij, the entropy of the weights: `sum(-p * np.log(p), over=j)`. A sink adds no term.
-
-    The result is (..., H, n) in the accumulator's dtype (float64 for float64 arrays, else float32), in nats, from 0 to
-    ln m; 0 for a query without keys. The entropy has a gradient. Training becomes unstable if it falls towards 0.
-    Source: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
-
-    Examples
-    --------
-    >>> import numpy as np, sightline
-    >>> x, mask = np.zeros((3, 1), np.float32), sightline.causal()  # tokens with equal scores
-    >>> _, (entropy,) = sightline.attention(x, x, x, mask=mask, see=[sightline.entropy()])
-    >>> np.exp(entropy).round(2)  # the number of keys that each query attends to
-    array([1., 2., 3.], dtype=float32)
-    """
-    return ENTROPY
 
 
 def top_k(k: int) -> Statistic:
