@@ -157,7 +157,7 @@ BACKWARD = {  # for each problem of `DIFFERENTIATED`: the faults that it reveals
             Backward.differentiate,
             "dropped, dp = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, dp))",
             "dropped = builder.where(keep_mask[k][v], p * factor, 0.0)",
-        ),
+        )
     },
 }
 
@@ -229,7 +229,7 @@ FUSED_STATISTICS = {
         FusedStatisticsCode.rescale, "self.weight_sum[v].get() * alpha", "self.weight_sum[v].get()"
     ),
     "sums not rescaled": Fault(FusedStatisticsCode.rescale, "whole[v].get() * alpha", "whole[v].get()"),
-    "every key counted": Fault(FusedStatisticsCode.add, "builder.where(entry, old + p, old)", "old + p"),
+    "every key counted": Fault(ScoreFunctions.evaluate_sums, "self.builder.where(value, one, 0.0)", "one"),
 }
 
 STREAMING = {
@@ -414,11 +414,7 @@ PARTS = {
     "an offset of one query too few": Fault(
         part_of, 'Offset(first, "int", name=name)', "Offset(first - (name == 'i'), \"int\", name=name)"
     ),
-    "heads that count from 0": Fault(
-        part_of,
-        'symbols["h"] = SYMBOLS["h"] + first_head',
-        "pass",
-    ),
+    "heads that count from 0": Fault(part_of, 'symbols["h"] = SYMBOLS["h"] + first_head', "pass"),
     "the part's own lengths": Fault(part_of, '{"n": as_expression(problem.n), "m": as_expression(problem.m)}', "{}"),
     "dropout of other keys": Fault(part_of, "j + (first_key or 0)", "j"),
 }

@@ -19,7 +19,7 @@ from ...arrays.row_formats import RowFormat
 from ...call.gradient_parts import MAX_LSE
 from ...formula.expression import Expression
 from ...reference.dropout import LOW_32_BITS, philox_rounds
-from ..codegen.abi import LoadedArguments, OutputArguments
+from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Module, Variable
 from ..codegen.formats import FloatFormat, format_of
 from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
@@ -287,14 +287,14 @@ class Block:
         with builder.loop(0, self.num_valid) as lane, builder.loop(whole, count) as c:
             write(lane, c, self.lane_address(source, c, lane).load(self.float))
 
-    def store_per_query(self, target: OutputArguments, values: list[Value]) -> None:
+    def store_per_query(self, target: Value, values: list[Value]) -> None:
         """Store one number for each query of the block, from a vector of numbers for each vector of queries."""
         size = values[0].type.element.itemsize
         scratch = self.tiles.scratch(self.tiles.block * size)
         for v, value in enumerate(values):
             scratch.at(v * self.lanes * size).store(value)
         with self.builder.loop(0, self.num_valid) as lane:
-            target.pointer.at((self.row + lane) * size).store(scratch.at(lane * size).load(values[0].type.element))
+            target.at((self.row + lane) * size).store(scratch.at(lane * size).load(values[0].type.element))
 
     def lane_address(self, matrix: Value, row: Any, lane: Value) -> Value:
         """Return the address of one number of a scratch matrix."""

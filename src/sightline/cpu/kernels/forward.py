@@ -33,7 +33,7 @@ class Forward(SharedTiles):
     """Write the forward kernel into a module."""
 
     fields = FORWARD_FIELDS
-    own_formulas = range(2, 1 << 30)
+    own_formulas = ()  # see `ScoreFunctions`
     o_t: Value  # Oᵀ[d][lane] of a block
 
     def allocate(self) -> None:
@@ -139,12 +139,14 @@ class Forward(SharedTiles):
 
     def modify_scores(self, j0: Value, masked: bool) -> None:
         """Call the function of `kernels.score_functions`, if any, that replaces Sᵀ and each query's maximum."""
-        if not masked and self.spec.score is None:
+        changes_scores = masked or self.spec.score is not None
+        if not changes_scores and not self.fused_statistics.sums:
             return
         builder, function = self.builder, MASK_FUNCTION if masked else SCORE_FUNCTION
-        positions = self.b, self.h, self.i0, j0, self.num_keys
-        builder.call(function, VOID, builder.arguments[0], self.s_t, self.max_row, *positions)
-        for v in self.vectors:
+        position = self.b, self.h, self.i0, j0, self.num_keys
+        matrices = self.s_t, self.max_row, self.fused_statistics.values
+        builder.call(function, VOID, builder.arguments[0], *matrices, *position)
+        for v in self.vectors if changes_scores else ():
             self.tile_max[v].set(self.tiles.load(self.max_row, 0, v))
 
     def prescale_large_scores(self) -> Value:
@@ -175,7 +177,8 @@ class Forward(SharedTiles):
         """
         builder, tiles = self.builder, self.tiles
         factor = self.prescale_large_scores() if self.spec.score is None else builder.value(1.0, self.float)
-        self.fused_statistics.prepare_tile(j0, factor)
+        if self.fused_statistics.has_max_score:
+            self.fused_statistics.update_max_score(j0, factor)
         for v in self.vectors:
             new = builder.maximum(self.tile_max[v].get() * factor, self.running_max[v].get())
             shift = builder.where(new == -math.inf, 0.0, new)
@@ -196,7 +199,7 @@ class Forward(SharedTiles):
                 weights = [self.exponentiate(x) for x in exponents]
                 for k, p in enumerate(weights):
                     sums[v].set(sums[v].get() + p)
-                    self.fused_statistics.add(j0, key + k, v, scores[k] * factor, exponents[k], p)
+                    self.fused_statistics.add(key + k, v, exponents[k], p)
                 if keep_mask:
                     weights = [builder.where(keep_mask[k][v], p, 0.0) for k, p in enumerate(weights)]
                 for k in range(0, step, tiles.pair_size):

@@ -14,7 +14,9 @@ import math
 from typing import TYPE_CHECKING
 
 from ..codegen.builder import Variable
-from ..codegen.values import BOOL, DOUBLE, INT64, Value, vector
+from ..codegen.values import DOUBLE, INT64, POINTER, VOID, Value, vector
+from .kernel_spec import KEY_BLOCK
+from .score_functions import OUTPUTS_FUNCTION
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -33,19 +35,19 @@ class FusedStatisticsCode:
         self.block = block
         builder, tiles, spec = block.builder, block.tiles, block.spec
         self.has_max_score, self.has_entropy = "max_score" in spec.roles, "entropy" in spec.roles
-        self.formulas = range(2, len(block.formulas))
         self.nats_per_unit = spec.nats_per_unit
         self.indices = vector(block.integer, block.lanes)
         self.max_score, self.weighted_exponents, self.weight_sum = (tiles.variables() for _ in range(3))
         self.max_score_key = [Variable(builder, self.indices) for _ in block.vectors]
-        self.sums = {f: (tiles.variables(), tiles.variables()) for f in self.formulas}  # sums of one tile, of all
+        self.sums = [(tiles.variables(), tiles.variables()) for _ in range(spec.roles.count("sum"))]  # of tiles, in all
+        self.values = tiles.matrix(KEY_BLOCK * len(self.sums))  # the formulas of the sums over a tile
 
     def kept_variables(self) -> list[Variable]:
         """Return the variables of a block that its next tile reads."""
         kept = [*self.max_score, *self.max_score_key] if self.has_max_score else []
         if self.has_entropy:
             kept += [*self.weighted_exponents, *self.weight_sum]
-        return kept + [variable for _, whole in self.sums.values() for variable in whole]
+        return kept + [variable for _, whole in self.sums for variable in whole]
 
     def init(self) -> None:
         for v in self.block.vectors:
@@ -53,15 +55,8 @@ class FusedStatisticsCode:
             self.max_score_key[v].set(-1)
             self.weighted_exponents[v].set(0.0)
             self.weight_sum[v].set(0.0)
-            for tile, whole in self.sums.values():
-                tile[v].set(0.0)
+            for _, whole in self.sums:
                 whole[v].set(0.0)
-
-    def prepare_tile(self, j0: Value, factor: Value) -> None:
-        """Before a tile's softmax, read its table entries and update the maximum score. Scores are Sᵀ · factor."""
-        self.block.transpose_tables(j0, self.formulas.start)
-        if self.has_max_score:
-            self.update_max_score(j0, factor)
 
     def update_max_score(self, j0: Value, factor: Value) -> None:
         """Update the maximum score and its first key. A tile is searched only if it has a larger maximum."""
@@ -88,39 +83,36 @@ class FusedStatisticsCode:
             shifted = difference * self.weight_sum[v].get()
             self.weighted_exponents[v].set((self.weighted_exponents[v].get() + shifted) * alpha)
         self.weight_sum[v].set(self.weight_sum[v].get() * alpha)
-        for tile, whole in self.sums.values():
+        for tile, whole in self.sums:
             whole[v].set(whole[v].get() * alpha)
             tile[v].set(0.0)
 
-    def add(self, j0: Value, key: Value, v: int, s: Value, x: Value, p: Value) -> None:
-        """Add one key and a vector of queries: score s, exponent x, weight p = e^x; for hidden pairs x = −∞, p = 0."""
-        block, builder = self.block, self.block.builder
+    def add(self, key: Value, v: int, x: Value, p: Value) -> None:
+        """Add one key and a vector of queries: exponent x, weight p = e^x; for hidden pairs x = −∞, p = 0."""
+        builder = self.block.builder
         if self.has_entropy:
             # a weight that rounds to 1 has the exponent 0, so that the entropy of one visible key is exactly 0
             x = builder.where(p == 1.0, 0.0, builder.maximum(x, builder.value(MIN_EXPONENT, x.type)))
             self.weighted_exponents[v].set(builder.fma(p, x, self.weighted_exponents[v].get()))
-        if not self.sums:
-            return
-        j = builder.minimum(j0 + key, block.args.m - 1).to(block.integer)
-        symbols = block.symbols[v] | {"j": j, "s": s * self.nats_per_unit}
-        block.evaluate_key(j)
-        for f, (tile, _) in self.sums.items():
-            entry, old = block.evaluate_formula(f, symbols, key, v), tile[v].get()
-            if entry.type.element is BOOL:
-                tile[v].set(builder.where(entry, old + p, old))
-            else:
-                tile[v].set(old + builder.where(p == 0.0, 0.0, p * entry))
+        for index, (tile, _) in enumerate(self.sums):
+            value = self.block.tiles.load(self.values, key + index * KEY_BLOCK, v)
+            tile[v].set(tile[v].get() + builder.where(p == 0.0, 0.0, p * value))
 
     def add_tile(self, v: int, weights: Value) -> None:
         """Add the tile's sums to the sums of all tiles. `weights` is the sum of the tile's weights."""
         self.weight_sum[v].set(self.weight_sum[v].get() + weights)
-        for tile, whole in self.sums.values():
+        for tile, whole in self.sums:
             whole[v].set(whole[v].get() + tile[v].get())
 
     def store(self) -> None:
         """Store the statistics. A query that sees no key gets entropy 0, sums 0, maximum −∞ and key −1."""
         block, builder = self.block, self.block.builder
-        outputs = iter(block.args.outputs)
+        if not block.spec.roles:
+            return
+        count = block.spec.num_output_arrays
+        addresses = block.tiles.scratch(count * 8)
+        builder.call(OUTPUTS_FUNCTION, VOID, builder.arguments[0], addresses)
+        outputs = iter([addresses.at(index * 8).load(POINTER) for index in range(count)])
         if self.has_max_score:
             self.block.store_per_query(next(outputs), [score.get() * self.nats_per_unit for score in self.max_score])
             self.block.store_per_query(next(outputs), [key.get().to(INT64) for key in self.max_score_key])
@@ -128,7 +120,7 @@ class FusedStatisticsCode:
         if self.has_entropy:
             entropies = [self.compute_entropy(v, total.to(DOUBLE)) for v, total in enumerate(totals)]
             self.block.store_per_query(next(outputs), entropies)
-        for _, whole in self.sums.values():
+        for _, whole in self.sums:
             self.block.store_per_query(next(outputs), [x.get() / total for x, total in zip(whole, totals, strict=True)])
 
     def compute_entropy(self, v: int, total: Value) -> Value:

@@ -36,7 +36,7 @@ class RowSums(StatisticCode):
             total.set(total.get() + part.get())
 
     def finish_block(self) -> None:
-        self.kernel.store_per_query(self.outputs[0], [total.get() for total in self.of_block])
+        self.kernel.store_per_query(self.outputs[0].pointer, [total.get() for total in self.of_block])
 
 
 class RowExtrema(StatisticCode):
@@ -62,8 +62,8 @@ class RowExtrema(StatisticCode):
 
     def finish_block(self) -> None:
         values, keys = self.outputs
-        self.kernel.store_per_query(values, [best.get() for best in self.best])
-        self.kernel.store_per_query(keys, [key.get().to(INT64) for key in self.keys])
+        self.kernel.store_per_query(values.pointer, [best.get() for best in self.best])
+        self.kernel.store_per_query(keys.pointer, [key.get().to(INT64) for key in self.keys])
 
 
 class TopKCode(StatisticCode):

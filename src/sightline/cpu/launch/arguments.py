@@ -204,13 +204,10 @@ def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Bloc
 def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
     """Return the compiled kernel in the form that `processor.call` takes.
 
-    A forward kernel has two parts. Only one part depends on mask and score, so only this part is compiled for new
-    formulas. A kernel with statistics is not divided if its formulas have tables or numbers. In the argument block,
-    tables and numbers precede the addresses of the statistics, which the part without formulas would not find.
+    A forward kernel has two parts. Only one part depends on formulas, so only this part is compiled for new ones.
     """
     name, machine = f"sightline_{spec.kernel}", machine_for(processor, spec.dtype)
-    finds_outputs = not spec.roles or not (spec.extra_formulas or spec.tables or arguments.numbers)
-    if spec.kernel == "forward" and finds_outputs and processor.links_parts:
+    if spec.kernel == "forward" and processor.links_parts:
         rest = without_formulas(spec)
         common = Part(repr(rest), lambda: writer(rest, (None, None), machine).write(name))
         functions = ScoreFunctions(spec, arguments.formulas, machine)
