@@ -60,7 +60,7 @@ def theme_colours(theme: Theme) -> dict[str, str]:
         "accent": theme.orange,
     }
     return {f"color-{name}": colour for name, colour in colours.items()} | {
-        "font-stack": "Inter, system-ui, sans-serif",
+        "font-stack": "Inter, system-ui, sans-serif"
     }
 
 

@@ -182,10 +182,7 @@ def main(output: Path | None = OUTPUT, page: Path | None = PAGE, sentences: list
         draw(model, batch, found, output)
         console.print(f"Wrote {output}")
     if page is not None:
-        with (
-            torch.no_grad(),
-            sightline.watch(model, see=[sightline.weights()], tokens=batch.tokens) as seen,
-        ):
+        with torch.no_grad(), sightline.watch(model, see=[sightline.weights()], tokens=batch.tokens) as seen:
             model(**batch.inputs)
         seen.save_html(page)
         console.print(f"Wrote {page}: every head of every layer, for any browser")

@@ -33,10 +33,7 @@ def rollout(model: Any, pixels: Any, num_tokens: int, token: int = 0) -> Any:
     If parameters of the model require gradients, torch also keeps what those gradients need.
     """
     x = torch.ones(len(pixels), 1, num_tokens, 1, device=pixels.device, requires_grad=True)
-    with (
-        torch.enable_grad(),
-        sightline.watch(model, see=[sightline.weighted_sum(x).mean("heads")]) as seen,
-    ):
+    with torch.enable_grad(), sightline.watch(model, see=[sightline.weighted_sum(x).mean("heads")]) as seen:
         model(pixels)
     row = torch.zeros(len(pixels), num_tokens, device=pixels.device)
     row[:, token] = 1

@@ -213,10 +213,7 @@ class Seen:
     load_explorer: ClassVar[Callable[[], Any]]  # returns `sightline.view.explorer`; set in `sightline/__init__.py`
 
     def __init__(
-        self,
-        calls: Sequence[Call] = (),
-        tokens: Tokens | Sequence[str] | None = None,
-        totals: Sequence[Total] = (),
+        self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None, totals: Sequence[Total] = ()
     ) -> None:
         self.calls: list[Call] = list(calls)
         self.totals = tuple(totals)

@@ -79,10 +79,9 @@ def test_gradients_are_computed_if_requested(rng):
 @pytest.mark.parametrize("kind", ["boolean array", "bias", "padding", "a learned bias"])
 def test_tables_changed_before_the_backward_pass_are_an_error(rng, kind):
     q, k, v = tensors(rng, requires_grad=True)
-    array = {
-        "boolean array": torch.from_numpy(rng.random((1, 1, 9, 9)) < 0.7),
-        "padding": torch.tensor([5]),
-    }.get(kind, torch.from_numpy(rng.normal(size=(1, 2, 9, 9)).astype(np.float32)))
+    array = {"boolean array": torch.from_numpy(rng.random((1, 1, 9, 9)) < 0.7), "padding": torch.tensor([5])}.get(
+        kind, torch.from_numpy(rng.normal(size=(1, 2, 9, 9)).astype(np.float32))
+    )
     array.requires_grad_(kind == "a learned bias")
     name = "mask" if kind in ("boolean array", "padding") else "score"
     formula = {"boolean array": lambda x: x, "padding": sightline.padding}.get(kind, sightline.bias)

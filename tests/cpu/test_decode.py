@@ -253,7 +253,7 @@ FAULTS = {  # for each check: the faults that it finds
             Decode.locate_item,
             "self.b * args.tile_range_batch_stride + self.first_head * args.tile_range_head_stride",
             "self.b * args.tile_range_batch_stride",
-        ),
+        )
     },
     check_merge: {
         "splits not weighted": Fault(Decode.merge_splits, "exp(builder, difference)", "builder.value(1.0, DOUBLE)"),

@@ -53,7 +53,7 @@ def searched(indices, size=1):
 CALLS = {
     "equalities": {"mask": (j == T[b, h, i, 0]) | (T[b, h, i, 1] == j) | (j == T[b, h, i, 2])},
     "other conditions": {
-        "mask": ((j == T[0, 1, i, 0]) | (j == i // 2) | (j == T[0, 0, i, 1])) & causal() & (j < table([30, 25])[b]),
+        "mask": ((j == T[0, 1, i, 0]) | (j == i // 2) | (j == T[0, 0, i, 1])) & causal() & (j < table([30, 25])[b])
     },
     "a condition by head": {"mask": ((j == T[b, 0, i, 0]) | (j == T[0, 0, 0, 1])) & (table([1, 0, 1, 1])[h] > 0)},
     "searched": {"mask": searched(np.clip(LISTS, -1, M - 1))},
@@ -142,7 +142,7 @@ FAULTS = {  # for each call: the faults that it shows
     "other conditions": {
         "rows of the first sequence": Fault(
             Gathering._part, "self.arange(problem.B)[:, None, None, None] * problem.G", "0"
-        ),
+        )
     },
     "searched": {
         "positions of copies": Fault(Gathering.add_statistic, "where < 0", "where < 99"),

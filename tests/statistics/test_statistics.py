@@ -656,10 +656,7 @@ STATISTICS = {
         ),
         sightline.max_score(),
     ),
-    "the smallest weights": (
-        Fault(per_query.TopK._largest, "descending=True", "descending=False"),
-        sightline.top_k(3),
-    ),
+    "the smallest weights": (Fault(per_query.TopK._largest, "descending=True", "descending=False"), sightline.top_k(3)),
     "hidden keys found": (Fault(per_query.TopK.add, "-math.inf", "0"), sightline.top_k(20)),
     "a mask one key on": (
         Fault(

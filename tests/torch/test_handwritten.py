@@ -502,9 +502,7 @@ FAULTS = {  # the fault, and the spelling that shows it
     ),
     "scores not moved": (
         Fault(
-            handwritten._follow_weights,
-            "scores = call.repeat(x, scores.reshape(x.shape))",
-            "call.repeat(x, scores)",
+            handwritten._follow_weights, "scores = call.repeat(x, scores.reshape(x.shape))", "call.repeat(x, scores)"
         ),
         "heads last",
     ),

@@ -171,9 +171,7 @@ class BackwardPasses:
         return cls(options, tuple(slots), tuple(places), wants_sinks)
 
     def differentiate(
-        self,
-        inputs: BackwardInputs | None,
-        dispatch: Callable[[], tuple[Gradients, Sequence[Expression | None]]],
+        self, inputs: BackwardInputs | None, dispatch: Callable[[], tuple[Gradients, Sequence[Expression | None]]]
     ) -> list[Any]:
         """Return the gradients by a bound call, or else by `dispatch`.
 

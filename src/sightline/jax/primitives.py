@@ -290,10 +290,7 @@ def _compute_in_turn(primitive: Primitive, arguments: list[Any], is_mapped: list
 attention_p = _define("sightline_attention", lambda inputs, options: options.result_types(inputs), attend, XlaForward)
 tangent_p = _define("sightline_attention_tangent", _tangent_types, tangents, XlaTangent)
 backward_p = _define(
-    "sightline_attention_backward",
-    lambda inputs, wanted, **_: [inputs[k] for k in wanted],
-    gradients,
-    XlaBackward,
+    "sightline_attention_backward", lambda inputs, wanted, **_: [inputs[k] for k in wanted], gradients, XlaBackward
 )
 ad.primitive_jvps[attention_p] = _differentiate
 ad.primitive_jvps[tangent_p] = partial(_differentiate_again, tangents)

@@ -36,11 +36,7 @@ Projections = tuple[str, str] | Callable[[nn.Module], tuple[Sequence[Tensor], Se
 
 
 def qk_clip(
-    model: nn.Module,
-    max_scores: Seen | Mapping[str, Any],
-    limit: float,
-    *,
-    projections: Projections | None = None,
+    model: nn.Module, max_scores: Seen | Mapping[str, Any], limit: float, *, projections: Projections | None = None
 ) -> dict[str, dict[int, float]]:
     """Scale the query and key projections of the heads whose largest score is above a limit, in place.
 

@@ -93,11 +93,7 @@ class Cache(DynamicCache):  # type: ignore[misc]
     layer_class_to_replicate: Any
 
     def __init__(
-        self,
-        *,
-        config: Any = None,
-        dtype: str | tuple[str, str] | None = None,
-        evict: Policy | None = None,
+        self, *, config: Any = None, dtype: str | tuple[str, str] | None = None, evict: Policy | None = None
     ) -> None:
         KVCache(dtype=dtype)  # raises for other dtypes
         if not (evict is None or isinstance(evict, Policy)):

@@ -56,7 +56,7 @@ def find_attention_layers(model: Any) -> dict[str, nn.Module]:
         raise ParameterError(
             f"a {type(model).__name__} whose attention does not use transformers' attention interface",
             f"models of transformers that support attn_implementation, or have layers of {', '.join(LAYERS)}",
-            "sightline.attention(..., mask=...) in the model's code",
+            "sightline.torch.replacing() for timm, diffusers and others, or sightline.attention in the model's code",
         )
     return layers
 

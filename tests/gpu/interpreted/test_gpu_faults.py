@@ -66,9 +66,7 @@ FAULTS = {  # for each problem: the faults that make it fail
         ),
         "weights not made larger": Fault(forward.store, "dropout_scale", "1"),
     },
-    "divided": {
-        "quotients towards 0": Fault(math.whole_quotient, "quotient - 1", "quotient"),
-    },
+    "divided": {"quotients towards 0": Fault(math.whole_quotient, "quotient - 1", "quotient")},
     "poisoned": {
         "blocks with NaN left as they are": Fault(forward.forward, "tl.load(nonfinite_flags + item) != 0", "item < 0"),
         "visible NaN left out": Fault(forward.decode_nonfinite, 'float("nan")', "0.0"),

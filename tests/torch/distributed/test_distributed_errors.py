@@ -232,9 +232,7 @@ FAULTS = {
     ),
     "keys of a block": Fault(parts.read_part, "key + first_key", "key"),
     "gradients returned to the wrong rows": Fault(
-        ring.BlockExchange._finish,
-        "self._add(sent, returned)",
-        "self._add(sent, [x.flip(-2) for x in returned])",
+        ring.BlockExchange._finish, "self._add(sent, returned)", "self._add(sent, [x.flip(-2) for x in returned])"
     ),
 }
 

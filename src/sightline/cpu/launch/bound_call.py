@@ -164,11 +164,7 @@ class BoundCall:
         return 1 if num_keys * self.multiplications_per_key < self.min_parallel_multiplications else self.items
 
     def run_first(
-        self,
-        threads: int | None,
-        arguments: KernelArguments,
-        arrays: Mapping[str, Any],
-        outputs: Sequence[Any] = (),
+        self, threads: int | None, arguments: KernelArguments, arrays: Mapping[str, Any], outputs: Sequence[Any] = ()
     ) -> int | None:
         """Run the kernel for the problem that this object was made for.
 
@@ -200,12 +196,7 @@ class BoundCall:
 
 
 def run_forward(
-    call: BoundCall,
-    arguments: KernelArguments,
-    output: Any,
-    lse: Any,
-    threads: int | None,
-    outputs: Sequence[Any] = (),
+    call: BoundCall, arguments: KernelArguments, output: Any, lse: Any, threads: int | None, outputs: Sequence[Any] = ()
 ) -> int | None:
     """Run a forward or decoding call, and return the result of `BoundCall.run_first`."""
     sinks = arguments.problem.sinks

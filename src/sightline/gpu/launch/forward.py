@@ -77,11 +77,7 @@ def attention_launches(
 
 
 def forward_launches(
-    problem: Problem,
-    output: Any,
-    lse: Any,
-    architecture: str,
-    fused_statistics: GpuFusedStatistics | None = None,
+    problem: Problem, output: Any, lse: Any, architecture: str, fused_statistics: GpuFusedStatistics | None = None
 ) -> Iterator[KernelLaunch]:
     """Yield the forward launch over all blocks of queries, and the NaN-safe launch unless the problem is small.
 

@@ -28,14 +28,7 @@ from ...partition.needed_keys import KeyBlock, Schedule, find_schedule, key_bloc
 from ...partition.parts import Sums, combine, part_of, read_part, start
 from ...partition.shards import Shards, Span
 from ...reference import streaming
-from ...statistics import (
-    Statistic,
-    StatisticGradients,
-    Tile,
-    accumulate_statistics,
-    arrays_of,
-    statistic_gradients,
-)
+from ...statistics import Statistic, StatisticGradients, Tile, accumulate_statistics, arrays_of, statistic_gradients
 from ..autograd import check_versions, table_versions, tables_of, trainable_inputs
 from ..operator import autocast_disabled
 from .collectives import cut_spans

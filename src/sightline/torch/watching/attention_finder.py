@@ -189,11 +189,7 @@ def _read_layer(
 
 
 def _read_torch(
-    function: Any,
-    recorders: list[Recorder],
-    *inputs: Any,
-    call: LayerCall | None = None,
-    **options: Any,
+    function: Any, recorders: list[Recorder], *inputs: Any, call: LayerCall | None = None, **options: Any
 ) -> Tensor:
     """Record a call of torch's `scaled_dot_product_attention`, or of the operator that exported programs call."""
     bound = SCALED_DOT_PRODUCT.bind(*inputs, **options)

@@ -2,7 +2,8 @@
 
 While a thread runs a watched module, the finder is on in the thread: a mode of torch that sees attention calls. Other
 code may run later or in another thread: threads that a module starts, tasks that it submits to a pool, and checkpointed
-functions in a backward pass. Such code gets the path of the module that started it.
+functions in a backward pass. Such code gets the path of the module that started it. During a watch, compiled code runs
+uncompiled.
 """
 
 from __future__ import annotations
