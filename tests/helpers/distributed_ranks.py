@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 CALL_SECONDS = 240  # the time limit of one call
@@ -86,7 +86,8 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
     from torch import set_num_threads
 
     # some packages install a package of this name
-    sys.modules["tests"] = SimpleNamespace(__path__=[str(Path(__file__).parents[1])])
+    sys.modules["tests"] = tests = ModuleType("tests")
+    tests.__path__ = [str(Path(__file__).parents[1])]
     set_num_threads(1)
     wait = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
