@@ -148,7 +148,7 @@ class XlaForward(XlaCall):
         return {}
 
     def find_prepared(self) -> PreparedCall | None:
-        """Return the call of the kernel; None if it was not repeated, or if it has statistics besides lse."""
+        """Return the bound call of the kernel. None before its first repetition, and for statistics other than lse."""
         has_arrays = any(statistic.num_arrays for statistic in self.see)
         return None if has_arrays else self.prepared.get(machine_setting())
 

@@ -351,9 +351,9 @@ class Block:
         found = self.evaluate_nodes(formula, symbols, key, v)[id(self.formulas[formula])]
         return found if found.type.element is BOOL else found.to(self.float).broadcast(self.lanes)
 
-    def transpose_tables(self, j0: Value, first: int, stop: int | None = None) -> None:
-        """Read the entries of lookups t[..., i, j] in formulas `first` to `stop` - 1, for the tile of keys at j0."""
-        for tables in self.tile_tables[first:stop]:
+    def transpose_tables(self, j0: Value, first: int) -> None:
+        """Read the entries of lookups t[..., i, j] in the formulas from `first` on, for the tile of keys at j0."""
+        for tables in self.tile_tables[first:]:
             tables.transpose(j0)
 
     def compute_scores(self, key: Value, j: Value) -> Iterator[ScoredPairs]:

@@ -63,13 +63,12 @@ class ScoreFunctions(Block):
         self.b, self.h, self.i0, j0, self.num_keys = position
         self.num_valid = builder.minimum(self.args.n - self.i0, tiles.block)
         self.evaluate_block()
-        tables, changes_scores = self.tile_tables[0 if masked else 1 :], masked or self.spec.score is not None
-        for each in tables:
-            each.transpose(j0)
+        first, changes_scores = 0 if masked else 1, masked or self.spec.score is not None
+        self.transpose_tables(j0, first)
         tile_max = tiles.variables(-math.inf)
         with builder.loop(0, self.num_keys) as key:
-            for each in tables:
-                each.prefetch(key, j0 + KEY_BLOCK)
+            for tables in self.tile_tables[first:]:
+                tables.prefetch(key, j0 + KEY_BLOCK)
             for pairs in self.compute_scores(key, (j0 + key).to(self.integer)):
                 self.evaluate_sums(values, pairs)
                 v, s, allowed = pairs.v, pairs.score, self.compute_condition(pairs, masked)
