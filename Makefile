@@ -25,12 +25,12 @@ demo: .venv/extras-$(EXTRAS)
 	$(BIN)/sightline demo
 
 # `make check` runs what is fast: linters, types, imports, lines, and tests of each part of the package.
-CHECKS := tests/test_structure.py tests/test_imports.py tests/test_public_api.py tests/test_caching.py \
+CHECKS := tests/test_structure.py tests/test_imports.py tests/test_public_api.py tests/arrays/test_caching.py \
   tests/api/test_api.py \
   tests/arrays/test_arrays.py tests/cli/test_byte_pair_encoding.py tests/cpu/test_direct_call.py \
   tests/call/test_repeated_calls.py tests/formula/test_bounds.py tests/gpu/test_render_triton.py \
   tests/jax/test_direct_calls.py tests/kv_cache/test_query_positions.py tests/keras/test_keras_layer.py \
-  tests/partition/test_needed_keys.py tests/call/test_problem.py tests/reference/test_dropout.py \
+  tests/call/partition/test_needed_keys.py tests/call/test_problem.py tests/reference/test_dropout.py \
   tests/statistics/test_statistics.py tests/torch/test_functional.py tests/transformers/test_attention_interface.py \
   tests/view/test_formula_pictures.py
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -77,8 +77,8 @@ test-switches-at-once: .venv/dev
 docs: .venv-docs/done
 	@echo 'Running the examples of the pages.'
 	@.venv-docs/bin/python -m pytest docs README.md
-	@echo 'Running the commands of docs/command-line.md.'
-	@.venv-docs/bin/python docs/extensions/commands.py docs/command-line.md
+	@echo 'Running the commands of docs/installation.md.'
+	@.venv-docs/bin/python docs/extensions/commands.py docs/installation.md
 	@echo 'Running the notebooks of the course, drawing the pictures and writing the site.'
 	@.venv-docs/bin/python -m sphinx --quiet -E -W --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo 'Open docs/_build/html/index.html in a browser.'

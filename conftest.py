@@ -8,6 +8,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import llvmlite
+import llvmlite.binding as llvm
 from _pytest.doctest import DoctestItem
 
 collect_ignore = ["docs/conf.py", "docs/extensions"]  # for Sphinx, which only `make docs` installs
@@ -28,13 +30,27 @@ if find_spec("tensorflow") is None:
     collect_ignore += ["src/sightline/keras/tensorflow_attention.py"]
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
+
+# Tests run in parallel processes, and threads of OpenBLAS that wait for work take cores from the other processes. NumPy
+# reads the variable when it is imported: in the processes of pytest-xdist, and in those that tests start.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ.pop("SIGHTLINE_THREADS", None)
+
+# pytest rewrites each file of tests, which takes 9 s in all: later runs and other processes read the bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Later runs load the kernels of earlier runs: the key of a kernel has a hash of the sources.
 KERNELS = Path(__file__).parent / ".pytest_cache" / "kernels"
 KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
 os.environ["SIGHTLINE_CACHE"] = str(KERNELS)
-OBJECTS, MAX_OBJECT_BYTES = KERNELS.with_name("objects"), 1 << 30
+OBJECTS, PROGRAMS, MAX_BYTES = KERNELS.with_name("objects"), KERNELS.with_name("programs"), 1 << 30
+
+# Later runs also load the programs that XLA compiled in earlier runs. JAX's name of a program leaves out the processor.
+processor = hashlib.sha256((llvm.get_host_cpu_name() + llvm.get_host_cpu_features().flatten()).encode()).hexdigest()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS / processor)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_configure(config):
@@ -42,15 +58,14 @@ def pytest_configure(config):
 
     The name of a file has everything that determines its code: the text, the machine, and how both are compiled.
     """
-    import llvmlite
-
     from sightline.cpu.runtime import compile
 
-    OBJECTS.mkdir(exist_ok=True)
-    if not hasattr(config, "workerinput"):  # the process that starts the others
-        files = [file for file in OBJECTS.iterdir() if file.is_file()]
-        for file in files if sum(file.stat().st_size for file in files) > MAX_OBJECT_BYTES else ():
-            file.unlink()
+    for folder in (OBJECTS, PROGRAMS):
+        folder.mkdir(exist_ok=True)
+        if not hasattr(config, "workerinput"):  # the process that starts the others
+            files = [file for file in folder.rglob("*") if file.is_file()]
+            for file in files if sum(file.stat().st_size for file in files) > MAX_BYTES else ():
+                file.unlink()
     compile_object, maker = compile._compile_object, llvmlite.__version__ + inspect.getsource(compile)
 
     def compile_once(module, machine):

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sightline.arrays.caching import cached_property
 from sightline.arrays.operations import itemsize, resolve_dtype
-from sightline.caching import cached_property
 from sightline.formula.expression import SYMBOLS, Expression
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import count_pairs

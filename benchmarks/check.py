@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sightline.arrays.operations import resolve_dtype
+from sightline.call.partition.parts import part_of
 from sightline.call.problem import Problem, make_problem
 from sightline.formula.evaluate_array import evaluate_dense
 from sightline.formula.library import bias
-from sightline.partition.parts import part_of
 from sightline.reference.accuracy import budget_used, compute_baseline, dense_attention, gradient_term_sizes, term_sizes
 from sightline.reference.definition import compute_stages
 from sightline.statistics import Tile, accumulate_statistics, arrays_of

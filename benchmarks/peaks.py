@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sightline.cpu.kernels.rate_loops import NAME, make_product_loop
-from sightline.cpu.launch.product_rates import machine_for
+from sightline.cpu.launch.product_rates import PRODUCT_LOOP, machine_for, make_product_loop
 from sightline.cpu.runtime import thread_team as team
 from sightline.cpu.runtime.machine import host
 from sightline.cpu.runtime.processor import HOST
@@ -42,7 +41,7 @@ def product_loop(dtype: str, threads: int) -> tuple[Callable[[], Any], float]:
     has_products = dtype == "bfloat16" and machine_for(HOST, dtype).has_bf16_dot
     factor = "bfloat16" if has_products else "float32"
     loop = make_product_loop(factor, host())
-    address = HOST.kernel(f"product loop {factor}", NAME, lambda: loop.module)
+    address = HOST.kernel(f"product loop {factor}", PRODUCT_LOOP, lambda: loop.module)
     ones, sink = np.ones(64), np.zeros(64)
     arguments = np.array([1, ones.ctypes.data, sink.ctypes.data], np.int64)
     run = partial(team.call, address, arguments, threads, (ones, sink))

@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from sightline.cli.console import table
+from sightline.cli.console import make_table
 from sightline.cli.timing import speedups
 
 from .core import Row, timed
@@ -32,7 +32,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     for place, name in enumerate(("geometric mean", "worst") if summary else ()):
         cells.append({"": name} | {title: format_ratio(float(each[place])) for title, each in summary.items()})
     titles = dict.fromkeys(title for row in cells for title in row if title == "" or str(row[title]))
-    return table(*titles, rows=[[row.get(title, "") for title in titles] for row in cells])
+    return make_table(*titles, rows=[[row.get(title, "") for title in titles] for row in cells])
 
 
 def _contender_cells(row: Row) -> list[dict[str, Any]]:

@@ -61,7 +61,8 @@ def quality_figure(rows: list[dict[str, str]]) -> Any:
         axis.set_xticks([0.1, 0.25, 0.5, 1], ["10 %", "25 %", "50 %", "100 %"])
         axis.minorticks_off()
         axis.grid(axis="y")
-        plotting.hide_upper_spines(axis)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_axisbelow(True)
     left.set_title("perplexity of the next 512 tokens; lower is better", loc="left", fontsize=9)
     right.set_title("share of five numbers that the model repeats", loc="left", fontsize=9)
     right.set_ylim(-0.05, 1.12)
@@ -71,9 +72,11 @@ def quality_figure(rows: list[dict[str, str]]) -> Any:
 
 
 def main(folder: Path = FOLDER) -> list[Path]:
-    """Write eviction.png into a folder, and return its path in a list."""
+    """Write eviction.png and eviction-dark.png into a folder, and return the path of the first one in a list."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [plotting.save(quality_figure(read_rows(ROOT / "docs" / "decoding.md")), folder / "eviction.png")]
+    figure = quality_figure(read_rows(ROOT / "docs" / "decoding.md"))
+    plotting.save(figure, folder / "eviction-dark.png", dark=True)
+    return [plotting.save(figure, folder / "eviction.png")]
 
 
 if __name__ == "__main__":

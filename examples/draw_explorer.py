@@ -36,7 +36,8 @@ def main(folder: Path = FOLDER) -> list[Path]:
         model(**tokenizer(SENTENCE, return_tensors="pt"))
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "explorer-demo.html"
-    seen.save_html(page, title="all-MiniLM-L6-v2")
+    seen.model = "all-MiniLM-L6-v2"  # the folder has another name
+    seen.save_html(page)
     Console(highlight=False).print(f"Wrote {page.name}, {page.stat().st_size / 1000:.0f} kB, to {folder}")
     return [page]
 

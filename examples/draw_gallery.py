@@ -18,6 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
+from sightline.view.styled_figure import dark_colours
+
 PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 FOLDER = PAGE.parent / "gallery"
 # The site shows a picture 21em = 336 pixels high: an inch becomes 100 pixels. The picture of ten masks has 40em.
@@ -69,8 +71,9 @@ def crop(figure: Any) -> Any:
 
 
 def remove_text(figure: Any) -> None:
-    """Remove titles, labels, ticks, legends and colour bars, which a small picture cannot show."""
+    """Remove titles, labels, ticks, legends, colour bars and lines between pairs, which a small picture cannot show."""
     for axes in figure.axes:
+        axes.grid(visible=False, which="minor")
         axes.set(xlabel="", ylabel="", xticks=[], yticks=[])
         for place in ("left", "center", "right"):
             axes.set_title("", loc=place)
@@ -79,8 +82,15 @@ def remove_text(figure: Any) -> None:
             text.remove()
 
 
+def save_both(figure: Any, path: Path, **options: Any) -> None:
+    """Write a figure for light pages, and with "-dark" behind its name for dark pages."""
+    figure.savefig(path, **options)
+    with dark_colours(figure):
+        figure.savefig(path.with_stem(f"{path.stem}-dark"), **options)
+
+
 def main(folder: Path = FOLDER) -> list[Path]:
-    """Draw all pictures to the folder and return their paths."""
+    """Draw all pictures to the folder and return the paths of the light ones."""
     (folder / "small").mkdir(parents=True, exist_ok=True)
     names: dict[str, Any] = {}
     written = []
@@ -90,9 +100,9 @@ def main(folder: Path = FOLDER) -> list[Path]:
             figure = names.pop("picture").figure  # `figure.figure` of a figure is itself
             fit(figure)
             written.append(folder / picture)
-            figure.savefig(written[-1], dpi=DPI, bbox_inches=crop(figure))
+            save_both(figure, written[-1], dpi=DPI, bbox_inches=crop(figure))
             remove_text(figure)
-            figure.savefig(folder / "small" / picture, dpi=SMALL_DPI, bbox_inches="tight", pad_inches=0.02)
+            save_both(figure, folder / "small" / picture, dpi=SMALL_DPI, bbox_inches="tight", pad_inches=0.02)
     size = sum(path.stat().st_size for path in written)
     Console(highlight=False).print(f"Wrote {len(written)} pictures, {size / 1000:.0f} kB, to {folder}")
     return written

@@ -1,11 +1,11 @@
-"""Draw the charts of docs/performance from the tables of docs/measurements.md: torch's time over Sightline's by kind.
+"""Draw the charts of docs/performance.md from its tables: torch's time over Sightline's by kind.
 
     python examples/draw_performance.py [--folder docs/performance]
 
 The script reads every table with a column "torch / Sightline". If this is the first column, the other columns have the
 ratios, and their titles are the kinds. Otherwise this column has the ratios, and the column "kind" has the kinds. All
-ratios of one kind become one bar, from the smallest ratio to the largest. The chart is drawn wide, narrow for phones,
-and both in dark colours. A small picture for the first page has no text.
+ratios of one kind become one bar, from the smallest ratio to the largest. The chart is drawn wide, and narrow for
+phones. A small picture for the first page has no text. Each has a dark twin.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 
 from sightline.view import plotting
-from sightline.view.palette import DARK, LIGHT, Theme
+from sightline.view.palette import LIGHT
 
-PAGE = Path(__file__).parents[1] / "docs" / "measurements.md"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 FOLDER = PAGE.parent / "performance"
 KIND, RATIO = "kind", "torch / Sightline"  # titles of the columns
 CARD_BARS = 5
@@ -64,7 +64,7 @@ def read_numbers(cell: str) -> list[Decimal]:
     return [Decimal(number) for number in re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\(.*?\)", "", cell))]
 
 
-def ratios_figure(found: dict[str, dict[str, Range]], theme: Theme = LIGHT, *, narrow: bool = False) -> Any:
+def ratios_figure(found: dict[str, dict[str, Range]], *, narrow: bool = False) -> Any:
     """Draw a row for each kind, with a bar for each section. A narrow figure has the kinds above their bars."""
     from matplotlib.patches import Patch
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -72,33 +72,32 @@ def ratios_figure(found: dict[str, dict[str, Range]], theme: Theme = LIGHT, *, n
     kinds = list(dict.fromkeys(kind for section in found.values() for kind in section))
     row_height = 0.54 if narrow else 0.36  # in inches
     size, shift, height = (8.6, 0.13, 0.2) if narrow else (8, 0.2, 0.22)
-    colours = theme.blue, theme.orange
+    colours = LIGHT.blue, LIGHT.orange
     figure = plotting.new_figure(3.8 if narrow else 6.4, row_height * len(kinds) + 1.1)
-    figure.set_facecolor(theme.ground)
     axis = figure.add_subplot()
     for number, section in enumerate(found.values()):
         for row, kind in enumerate(kinds):
             if kind in section:
-                place, style = row + shift * (2 * number - len(found) + 1), {"fontsize": size - 0.4, "color": theme.ink}
+                place, style = row + shift * (2 * number - len(found) + 1), {"fontsize": size - 0.4, "color": LIGHT.ink}
                 draw_range(axis, place, section[kind], height, colours[number], style)
-    axis.axvline(1, linewidth=1, color=theme.cross, zorder=0)
+    axis.axvline(1, linewidth=1, color=LIGHT.cross, zorder=0)
     axis.set(xscale="log", xlim=(0.5, 90), ylim=(len(kinds) - 0.4, -0.6))
-    axis.set_xlabel("torch's time / Sightline's\nright of 1, Sightline is faster", fontsize=size + 0.8, color=theme.ink)
+    axis.set_xlabel("torch's time / Sightline's\nright of 1, Sightline is faster", fontsize=size + 0.8, color=LIGHT.ink)
     axis.set_yticks(range(len(kinds)), kinds)
     if narrow:
         axis.set_yticks([])
         for row, kind in enumerate(kinds):
             place = {"xy": (0, row - 0.3), "xycoords": axis.get_yaxis_transform(), "va": "bottom"}
-            behind = {"facecolor": theme.ground, "edgecolor": "none", "pad": 0.5}
-            axis.annotate(kind, fontsize=size, color=theme.ink, weight="bold", bbox=behind, **place)
+            behind = {"facecolor": LIGHT.ground, "edgecolor": "none", "pad": 0.5}
+            axis.annotate(kind, fontsize=size, color=LIGHT.ink, weight="bold", bbox=behind, **place)
     axis.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 4, 8, 16, 32]))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.tick_params(labelsize=size, labelcolor=theme.ink)
-    axis.grid(axis="x", linewidth=0.5, color=theme.line)
+    axis.tick_params(labelsize=size, labelcolor=LIGHT.ink)
+    axis.grid(axis="x", linewidth=0.5, color=LIGHT.line)
     axis.set_axisbelow(True)
     sections = [Patch(color=colours[number], label=section) for number, section in enumerate(found)]
-    options = {"ncols": 1 if narrow else len(found), "fontsize": size, "labelcolor": theme.ink, "frameon": False}
+    options = {"ncols": 1 if narrow else len(found), "fontsize": size, "labelcolor": LIGHT.ink, "frameon": False}
     figure.legend(handles=sections, loc="outside upper center", **options)
     plotting.hide_frame(axis)
     return figure
@@ -131,13 +130,12 @@ def main(folder: Path = FOLDER) -> list[Path]:
     """Draw the pictures to the folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     found = read_ratios(PAGE.read_text(encoding="utf-8"))
-    figures = {"card": card_figure(found)}
-    for ending, theme in (("", LIGHT), ("-dark", DARK)):
-        figures[f"ratios{ending}"] = ratios_figure(found, theme)
-        figures[f"ratios-narrow{ending}"] = ratios_figure(found, theme, narrow=True)
+    narrow = ratios_figure(found, narrow=True)
+    figures = {"card": card_figure(found), "ratios": ratios_figure(found), "ratios-narrow": narrow}
     for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.png", dpi=DPI)
-    Console(highlight=False).print(f"Wrote {len(figures)} pictures to {folder}")
+        plotting.save(figure, folder / f"{name}.png", dpi=DPI)
+        plotting.save(figure, folder / f"{name}-dark.png", dpi=DPI, dark=True)
+    Console(highlight=False).print(f"Wrote {len(figures)} pictures to {folder}, in light and in dark")
     return [folder / f"{name}.png" for name in figures]
 
 

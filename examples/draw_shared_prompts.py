@@ -121,10 +121,8 @@ def write(axis: Any, text: str, place: tuple[float, float], colour: str, text_co
 
 def draw_mask(axis: Any, seen: Any) -> None:
     """Draw which keys each draft sees: stored tokens in blue, drafts in orange."""
-    from matplotlib.colors import ListedColormap
-
     kinds = np.where(seen, np.where(np.arange(seen.shape[1]) < len(STORED), 1, 2), 0)
-    colours = ListedColormap([LIGHT.hidden, LIGHT.blue, LIGHT.orange])
+    colours = plotting.colour_map((LIGHT.hidden, LIGHT.blue, LIGHT.orange))
     axis.pcolormesh(kinds, cmap=colours, vmin=0, vmax=2, edgecolors=LIGHT.ground, linewidth=2)
     axis.set(ylim=(len(DRAFTS), 0), aspect="equal", anchor="NW")
     axis.set_xticks(np.arange(seen.shape[1]) + 0.5, [*STORED, *DRAFTS], fontsize=9)
@@ -153,7 +151,9 @@ def main(folder: Path = FOLDER) -> list[Path]:
     """Draw the picture to the folder and return its path in a list."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "fork-and-tree.png"
-    shared_figure().savefig(path, dpi=DPI)
+    figure = shared_figure()
+    plotting.save(figure, path, dpi=DPI)
+    plotting.save(figure, folder / "fork-and-tree-dark.png", dpi=DPI, dark=True)
     Console(highlight=False).print(f"Wrote {path}")
     return [path]
 

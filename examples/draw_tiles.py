@@ -48,13 +48,12 @@ def tiles_figure() -> Any:
 
 def bounds_figure() -> Any:
     """Draw the pairs that a window allows, and three tiles with the interval of i − j on each."""
-    from matplotlib.colors import ListedColormap
     from matplotlib.patches import Rectangle
 
     figure = plotting.new_figure(6.5, 5)
     axis = figure.add_subplot()
     mask = (i >= j) & (i - j < WINDOW)
-    colours = ListedColormap([LIGHT.hidden, LIGHT.weights[1]])
+    colours = plotting.colour_map((LIGHT.hidden, LIGHT.weights[1]))
     axis.imshow(np.asarray(mask.array(N)), cmap=colours, interpolation="nearest")
     for (top, bottom, left, right), kind in RECTANGLES.items():
         size = right - left, bottom - top
@@ -115,8 +114,8 @@ def main(folder: Path = FOLDER) -> list[Path]:
     pictures = {"tiles": tiles_figure(), "bounds": bounds_figure(), "register_tile": register_tile_figure()}
     written = []
     for name, figure in pictures.items():
-        written.append(folder / f"{name}.png")
-        figure.savefig(written[-1], dpi=DPI)
+        written.append(plotting.save(figure, folder / f"{name}.png", dpi=DPI))
+        plotting.save(figure, folder / f"{name}-dark.png", dpi=DPI, dark=True)
     Console(highlight=False).print(f"Wrote {len(written)} pictures to {folder}")
     return written
 

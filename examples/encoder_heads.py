@@ -25,7 +25,7 @@ from rich.table import Table
 import sightline
 import sightline.transformers
 from sightline import b, i, j, table
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 SENTENCES = [
     "The captain saw the whale, and the whale saw the captain.",
@@ -147,8 +147,8 @@ def embeddings(model: Any, batch: Batch) -> Any:
 def check(batch: Batch) -> float:
     """Assert that embeddings with Sightline are as exact as with eager attention, and return the largest difference.
 
-    The allowed error is that of `sightline.testing`: twice the eager model's error against the float64 model, plus 2
-    units in the last place.
+    The allowed error is that of `sightline.reference.testing`: twice the eager model's error against the float64 model,
+    plus 2 units in the last place.
     """
     model = load("eager")
     theirs = embeddings(model, batch)

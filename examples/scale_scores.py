@@ -111,7 +111,8 @@ def _weights_panel(axis: Any, effect: ScalingEffect, is_labelled: bool) -> None:
     if is_labelled:
         axis.text(3.2, effect.plain.ranked[0] * 0.8, PLAIN, color=LIGHT.orange, fontsize=9)
         axis.text(3.2, effect.scaled.ranked[0] * 0.9, SCALED, color=LIGHT.blue, fontsize=9)
-    plotting.hide_upper_spines(axis)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_axisbelow(True)
 
 
 def _line_panel(axis: Any, effects: Sequence[ScalingEffect], field: str, title: str) -> None:
@@ -131,7 +132,8 @@ def _line_panel(axis: Any, effects: Sequence[ScalingEffect], field: str, title: 
     axis.set_title(title, loc="left", fontsize=9)
     axis.tick_params(labelsize=8)
     axis.grid(axis="y", color=LIGHT.line, linewidth=0.7)
-    plotting.hide_upper_spines(axis)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_axisbelow(True)
 
 
 def main(save: str | None = None, widths: Sequence[int] = WIDTHS) -> list[ScalingEffect]:

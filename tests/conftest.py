@@ -87,6 +87,11 @@ def pytest_collection_finish():
     gc.unfreeze = lambda: None
 
 
+def pytest_runtest_teardown():
+    """Take back the number of threads that a benchmark sets: kernels and torch use it too."""
+    torch.set_num_threads(1)
+
+
 def pytest_unconfigure():
     gc.unfreeze = UNFREEZE
     gc.unfreeze()  # libraries check for leftover objects at exit

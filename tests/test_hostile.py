@@ -10,7 +10,7 @@ import pytest
 import sightline
 from sightline import i, j, s, table, where
 from sightline.call.problem import make_problem
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from strategies import ON_HOST
 
 FLOAT_MAX = float(np.finfo(np.float32).max)

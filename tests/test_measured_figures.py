@@ -85,7 +85,7 @@ def test_no_figure_of_the_first_pages_is_missing(page):
 def test_the_short_calls_that_are_slower_are_counted():
     """The README says how many of the short calls take torch less time, and with how many queries."""
     rows = [
-        cells for titles, cells in tables("docs/measurements.md") if titles[0] == "B × H × n × d" and "plain" in titles
+        cells for titles, cells in tables("docs/performance.md") if titles[0] == "B × H × n × d" and "plain" in titles
     ]
     ratios = [(re.split(r"\s×\s", cells[0])[2], float(cell)) for cells in rows for cell in cells[1:]]
     slower = [queries for queries, ratio in ratios if ratio < 1]

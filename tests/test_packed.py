@@ -17,7 +17,7 @@ from sightline.formula import library, tile_ranges
 from sightline.formula.tile_ranges import find_tile_ranges
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from strategies import to_torch
 
 TILE = 64

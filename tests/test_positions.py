@@ -10,7 +10,7 @@ import torch
 from sightline.arrays.operations import dtype_name, to_numpy
 from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.positions import rotary, sinusoidal
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 PAIRINGS = ("half", "interleaved")
 DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -7,7 +7,7 @@ import sightline.data
 from sightline import padding, weights
 from sightline.call.problem import make_problem
 from sightline.reference.accuracy import compute_baseline
-from sightline.testing import assert_conforms, assert_within_budget
+from sightline.reference.testing import assert_conforms, assert_within_budget
 from strategies import ON_HOST
 
 LAYERS = [(name, number) for name in sightline.data.NAMES for number in sightline.data.load(name).layers]

@@ -62,7 +62,7 @@ def work(number, formulas):
     problem, kernel = make_problem(q, k, v, **options), Cpu()
     answer = kernel.run(problem)
     if number % 50 == 0:  # sometimes with another number of threads
-        assert np.array_equal(kernel.run(problem, 1).output, answer.output)
+        assert np.array_equal(kernel.run(make_problem(q, k, v, threads=1, **options)).output, answer.output)
     if number % 5 == 0:
         saved = answer.output, answer.lse
         kernel.backward(problem, GivenGradients(answer.output, None, saved, range(len(problem.tables))))

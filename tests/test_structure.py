@@ -12,6 +12,8 @@ import sightline
 SOURCE = Path(sightline.__file__).parent
 TESTS = Path(__file__).parent
 HELPERS = TESTS / "helpers"
+TYPE_NAME = re.compile(r"^(?: *class (?=\w+[(:])|(?=[A-Z]\w*[a-z]\w* = (?!TypeVar)))(\w+)", re.MULTILINE)
+PRIVATE_IMPORT = re.compile(r"^ *from \.[\w.]* import (?:\([^)]*|[^(\n]*)\b_[a-z]", re.MULTILINE)
 
 
 def modules(folder: Path) -> dict[str, Path]:
@@ -26,13 +28,10 @@ def modules(folder: Path) -> dict[str, Path]:
 def executed(node: ast.AST) -> Iterator[ast.AST]:
     """Yield every node of the syntax tree except those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for other in child.orelse:
-                yield other
-                yield from executed(other)
-        else:
-            yield child
-            yield from executed(child)
+        is_check = isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for kept in child.orelse if is_check else [child]:
+            yield kept
+            yield from executed(kept)
 
 
 def imported(path: Path, package: str) -> Iterator[str]:
@@ -95,11 +94,8 @@ def test_a_circle_is_found(tmp_path):
 
 def test_a_circle_through_packages_and_import_module_is_found(tmp_path):
     folder = package(tmp_path / "planted", base="from .inner import name\n")
-    package(
-        folder / "inner",
-        __init__="from .deep import name\n",
-        deep="name = 1\nload = lambda: import_module('planted.base')\n",
-    )
+    deep = "name = 1\nload = lambda: import_module('planted.base')\n"
+    package(folder / "inner", __init__="from .deep import name\n", deep=deep)
     assert set(circle(graph(folder))) == {"planted.base", "planted.inner", "planted.inner.deep"}
 
 
@@ -153,17 +149,21 @@ def test_no_module_has_the_name_of_a_public_function():
 
 
 def shared_class_names(folder):
-    """Return the public names that several classes of the folder have."""
-    texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
-    names = [name for text in texts for name in re.findall(r"^ *class (\w+)[(:]", text, re.MULTILINE)]
+    """Return the public names that several classes or types of the folder have."""
+    names = [name for path in folder.rglob("*.py") for name in TYPE_NAME.findall(path.read_text(encoding="utf-8"))]
     return {name for name in names if names.count(name) > 1 and not name.startswith("_")}
 
 
 def test_no_two_classes_share_a_public_name(tmp_path):
-    """Two classes that do are one layer for torch and for Keras, the third is one callback for three trainers."""
-    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention", "MonitorCallback"}
-    folder = package(tmp_path / "planted", one="class A: ...\nclass _B: ...\n", two="class A: ...\nclass _B: ...\n")
-    assert shared_class_names(folder) == {"A"}
+    """Two classes are layers for torch and for Keras, one is a callback for three trainers. `Array` is a type alias."""
+    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention", "MonitorCallback", "Array"}
+    text = "class A: ...\nclass _B: ...\nLengths = tuple[int, ...]\n"
+    assert shared_class_names(package(tmp_path / "planted", one=text, two=text)) == {"A", "Lengths"}
+
+
+def test_no_module_imports_a_private_name_of_another():
+    assert all(PRIVATE_IMPORT.search(text) for text in ("from .a import b, _c", "    from ..a import (\n  _c,\n)"))
+    assert not [path for path in SOURCE.rglob("*.py") if PRIVATE_IMPORT.search(path.read_text(encoding="utf-8"))]
 
 
 def test_dir_shows_the_public_names_and_the_submodules():

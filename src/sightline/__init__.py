@@ -7,6 +7,7 @@ from .api.from_disk import attention_from_disk
 from .api.functions import attention, explain, tiles
 from .api.tangent import attention_tangent
 from .api.vjp import attention_vjp
+from .call.partition.parts import merge
 from .cpu.runtime.thread_count import threads
 from .formula.block_lists import blocks
 from .formula.expression import SYMBOLS, Expression, where
@@ -26,8 +27,6 @@ from .formula.library import (
 )
 from .formula.tables import Table, table
 from .kv_cache import KVCache
-from .partition.parts import merge
-from .recording import Seen
 from .statistics import (
     OVERVIEW,
     entropy,
@@ -44,6 +43,7 @@ from .statistics import (
     weighted_sum,
     weights,
 )
+from .statistics.recording import Seen
 
 __all__ = [
     "OVERVIEW",

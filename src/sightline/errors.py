@@ -1,4 +1,4 @@
-"""Every error that Sightline raises: one class for each kind of error.
+"""The errors that Sightline raises: one class for each kind of error.
 
 `check_count` raises one of them. `name_file` adds a path to Python's errors. A `Context` warns if it is not entered.
 

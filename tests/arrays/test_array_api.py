@@ -10,7 +10,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, KernelRefusedError
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 
 def operands(dtype=np.float32):

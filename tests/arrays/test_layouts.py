@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 import sightline
 from sightline.arrays import layouts as array_layouts
-from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, parse
+from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, unpack
 from sightline.call import call_cache
 from sightline.call.lookup import LOOKUP
 from sightline.cpu.calls import python_functions
-from sightline.cpu.calls.array_reader import ARRAY_OFFSETS, DTYPE_OFFSETS
+from sightline.cpu.calls.direct_call import ARRAY_OFFSETS, DTYPE_OFFSETS
 from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_find_or_run
 from strategies import to_torch
 
@@ -60,7 +60,7 @@ def test_equal_layouts_and_addresses(read, arrays):
     if found is None:
         assert any(isinstance(array, torch.Tensor) and array.numel() == 0 for array in arrays)
         return
-    for array, layout, address in zip(arrays, parse(found[0]), found[1:], strict=True):
+    for array, layout, address in zip(arrays, unpack(found[0]), found[1:], strict=True):
         is_tensor = isinstance(array, torch.Tensor)
         unit = array.element_size() if is_tensor else 1
         assert layout.shape == tuple(array.shape)
@@ -123,7 +123,7 @@ def test_the_layout_names_the_gpu(device, gpu):
     if gpu is None:
         assert found is None
         return
-    (layout,), (on_cpu,) = parse(found[0]), parse(LOOKUP.read_arrays(X)[0])
+    (layout,), (on_cpu,) = unpack(found[0]), unpack(LOOKUP.read_arrays(X)[0])
     assert layout == on_cpu._replace(kind=on_cpu.kind | gpu << 2)
     assert found[1] == X.data_ptr()
 
@@ -154,7 +154,7 @@ KEPT = []  # what the generated functions read
 
 def test_gradients(read):
     x = X.clone().requires_grad_()
-    assert [layout.kind & array_layouts.GRADIENT_BIT > 0 for layout in parse(read(X, x, X, x)[0])] == [0, 1, 0, 1]
+    assert [layout.kind & array_layouts.GRADIENT_BIT > 0 for layout in unpack(read(X, x, X, x)[0])] == [0, 1, 0, 1]
     assert read(X, x, X) == LOOKUP.read_arrays(X, x, X)
     assert read(Parameter(x))[0] == LOOKUP.read_arrays(Parameter(x))[0] == read(x)[0]
     with torch.no_grad():

@@ -32,7 +32,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import SightlineError
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 from sightline.torch import scaled_dot_product_attention as sdpa
 
@@ -233,13 +233,10 @@ def under(context):
 class Kind(NamedTuple):
     """A kind of arrays.
 
-    Parameters
-    ----------
     make : NumPy array → array of this kind with the same entries
     word : text of the error that refuses the kind; "" for kinds that every argument of their library takes
     library : the library of the plain arrays beside an array of this kind
-    floats : True if the kind has no arrays of booleans
-    axes : the number of axes of query, key and value
+    floats, axes : True if the kind has no arrays of booleans; the number of axes of query, key and value
     run : (call, *NumPy arrays) → result of the call; by default the call of the made arrays
     """
 
@@ -360,8 +357,6 @@ def captured(x):
 class Argument(NamedTuple):
     """An argument of a function.
 
-    Parameters
-    ----------
     arrays : the names of the arrays that get the kind
     call : (plain arrays, *arrays of the kind) → output
     options : plain arrays → options of the problem that defines the output; None if float64 computes the definition

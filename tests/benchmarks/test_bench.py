@@ -45,7 +45,7 @@ def results_of(contender, problem, inputs=None):
 # -- the problems ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=23)
+@pytest.mark.sampled(one_in=41)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_small_versions_are_right(name):
     """Every variant of Sightline that is timed stays within the budget of rounding errors."""

@@ -4,7 +4,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import torch.utils.checkpoint
 
 import sightline
 from cached_calls import run_in_python, uncached
@@ -12,12 +11,11 @@ from sample_calls import arrays, bits, decoding_arrays
 from sightline import h, i, j, m, n
 from sightline.call import call_cache
 from sightline.call.problem import make_problem
-from sightline.call.request import min_decode_keys
-from sightline.cpu.launch.decode import BoundDecode
-from sightline.cpu.launch.prepared_call import PreparedCall
+from sightline.cpu.launch.bound_call import PreparedCall
+from sightline.cpu.launch.decode import BoundDecode, min_decode_keys
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from strategies import to_torch
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]

@@ -5,14 +5,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import torch.utils.checkpoint
 
 import sightline
 from cached_calls import record_hits, uncached
 from sample_calls import all_bits, arrays, bits, decoding_arrays, tensors
 from sightline import i, j, p, s, table
 from sightline.call import call_cache
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 SEE = {
     "entropy before max_score": ([sightline.entropy(), sightline.max_score()], lambda seen: seen[0]),

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

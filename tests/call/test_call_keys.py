@@ -8,7 +8,7 @@ import sightline
 from cached_calls import key_of, record_hits, uncached
 from sample_calls import all_bits, arrays, bits, draw_inputs
 from sightline import b, i, j, s, where
-from sightline.arrays.layouts import parse
+from sightline.arrays.layouts import unpack
 from sightline.call import call_cache
 from sightline.call.lookup import LOOKUP
 from sightline.call.problem import make_problem
@@ -88,7 +88,7 @@ def test_every_part_of_the_key_is_needed(case):
 
     def key(changes):
         layouts, (options, *others, formulas, _wanted) = key_of(**({"mask": b >= 0} | base | changes))
-        parts = [part for kind, shape, strides in parse(layouts) for part in (shape, strides, kind)]
+        parts = [part for kind, shape, strides in unpack(layouts) for part in (shape, strides, kind)]
         return [*parts, *options, *others, [*map(id, formulas)]]
 
     first, second = map(key, DIFFERENT_CALLS[case])
@@ -176,7 +176,7 @@ def test_kernels_of_other_devices_are_not_cached(rng):
     from sightline.cpu.runtime.machine import named_machine
     from sightline.cpu.runtime.processor import Processor
 
-    assert Cpu(Processor(named_machine("sse2"))).run(make_problem(*arrays(rng))).bound_call is None
+    assert Cpu(Processor(named_machine("sse2"))).run(make_problem(*arrays(rng))).repeatable is None
 
 
 def test_fresh_kernels_do_not_use_cached_calls(rng, fresh_kernels):

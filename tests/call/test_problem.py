@@ -46,7 +46,7 @@ from sightline.errors import (
 )
 from sightline.formula.derivative import derivative
 from sightline.reference.accuracy import compute_baseline
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 X = np.ones((1, 2, 4, 3), np.float32)
 T = torch.ones(1, 2, 4, 3)

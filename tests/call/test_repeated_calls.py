@@ -17,14 +17,14 @@ from cached_calls import run_in_python
 from fault_planting import Fault, plant
 from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
-from sightline.call import call_cache, problem
+from sightline.call import problem
 from sightline.call import request as call_request
 from sightline.cpu.launch import bound_call, call_family
 from sightline.cpu.launch.arguments import convert_sinks
 from sightline.cpu.launch.backward import BoundBackward
-from sightline.cpu.launch.bound_call import BoundCall
+from sightline.cpu.launch.bound_call import BoundCall, PreparedCall
 from sightline.cpu.launch.call_family import CallFamily
-from sightline.cpu.launch.prepared_call import PreparedCall
+from sightline.cpu.launch.forward_entry import ForwardCalls
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.errors import ChangedArrayError, ParameterError, TableError
 
@@ -237,7 +237,7 @@ def keep_option(patch, name, kind=BoundCall, copy=lambda value: value):
 def run_dropout_directly(patch):
     """Make calls with dropout direct. Their records have the seed 0."""
     condition = "problem.dropout == 0 and request.sinks is None"
-    plant(Fault(call_cache.insert, condition, "request.sinks is None"), patch)
+    plant(Fault(ForwardCalls.store, condition, "request.sinks is None"), patch)
 
 
 def ignore_layouts(patch):
@@ -313,6 +313,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("assumption", ASSUMPTIONS)
 def test_a_broken_assumption_is_seen(assumption, monkeypatch):
     ASSUMPTIONS[assumption](monkeypatch)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import sightline
 from sample_calls import all_bits, arrays
-from sightline import b, h, i, j, p, s, table
+from sightline import b, h, i, j, p, s, table, where
 from sightline.arrays.operations import to_numpy
 from sightline.call import call_cache
 from sightline.call.kernel import Result
@@ -24,6 +24,7 @@ B, H, N = 1, 2, 22
 OTHERS = [
     *(sightline.max_score(), sightline.entropy(), sightline.lse(), sightline.weights()),
     *(sightline.received(), sightline.received("max"), sightline.top_k(2), sightline.pooled(3, 2)),
+    sightline.sum(where(p >= 0, p, 0), over=j),
 ]
 
 
@@ -56,6 +57,7 @@ CALLS = {  # by name: the function of the call, and what converts arrays
 }
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", CALLS)
 @given(st.data(), generators(), st.sampled_from([np.float32, np.float32, np.float64, ml_dtypes.bfloat16]))
 @settings(max_examples=3)
@@ -77,7 +79,7 @@ def test_first_and_repeated_calls(name, data, rng, dtype):
         see = [sightline.mass(reduce(or_, [of[k] for k in x])) if isinstance(x, list) else x for x in order]
         if has_formula:
             numbers = table(rng.normal(size=(N,)))
-            see = [sightline.sum(p * p * float(rng.normal()) + numbers[i], over=i), *see]
+            see = [sightline.sum(p * p * float(rng.normal()) + numbers[i] + where(p >= 0, 1, 2), over=i), *see]
         return Case(*operands, {"mask": reduce(or_, [of[k] for k in mask]), "score": scores(rng, shared)[score]}), see
 
     def attend(case, see):

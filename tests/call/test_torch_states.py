@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -19,13 +19,13 @@ from sightline.api.kernels import KERNELS
 from sightline.call.problem import make_problem
 from sightline.cli import bench_command, head_patterns, main
 from sightline.cli.demo_command import compare_times, describe_times, measure_errors
-from sightline.cli.explain_command import explain
+from sightline.cli.explain_command import print_walkthrough
 from sightline.cli.info_command import DRIVER_VERSION_FILES, PACKAGES, TORCH_VARIABLES, torch_threads
 from sightline.cli.walkthrough import walk_through
 from sightline.data import NAMES, load, tried_versions
 from sightline.errors import ParameterError
 from sightline.reference.accuracy import compute_baseline
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.view.palette import DARK, rgb
 
 
@@ -119,7 +119,7 @@ LONG = "".join(f"{k} naïve 注意力 👩‍💻 e\u0301\n" for k in range(99))
 @pytest.mark.parametrize("text", ["x", " \t ", LONG, "a" * 2000])
 def test_explain_fits_any_console(text, width):
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    explain(walk_through(text, d_model=8, d_k=8, mask="causal"), 0, console)
+    print_walkthrough(walk_through(text, d_model=8, d_k=8, mask="causal"), 0, console)
     lines = console.file.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= width
     assert len(lines) < 200
@@ -172,7 +172,7 @@ def test_colours_in_a_terminal(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     console = Console(force_terminal=True, color_system="truecolor", width=90, highlight=False, file=io.StringIO())
     with console.capture() as captured:
-        explain(walk_through(mask="causal"), 0, console)
+        print_walkthrough(walk_through(mask="causal"), 0, console)
     assert "48;2;{};{};{}".format(*rgb(DARK.weights[-1])) in captured.get()
 
 
@@ -234,6 +234,7 @@ def test_demo(run, tmp_path):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     for text in ("the cat ate the rat", "kernel", "float64 definition", "Sightline", "NumPy", "torch SDPA", "15 ran"):
         assert text in out
+    assert out.endswith("docs/course, from the start\n")
     for size in ("short", "long"):
         assert re.search(rf"^On {size} input, .*torch SDPA", out, re.M)
     before = r"^← +the token before +layer 0, head 2 +1\.00 *$"  # the mean omits the first query: no token before it

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from gradient_checks import check
 from sightline import i, j, table
 from sightline.call.kernel import GivenGradients
 from sightline.cpu import Cpu
-from sightline.cpu.launch import backward_parts
+from sightline.cpu.launch import backward
 from sightline.cpu.runtime.processor import HOST
 from sightline.statistics import StatisticGradients
 from strategies import Case
@@ -35,13 +36,13 @@ MASKS = {
 def by_parts(problem, d_output, d_lse, _):
     answer = Cpu().run(problem)
     given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), ())
-    return backward_parts.backward_in_parts(problem, given, 2, HOST)
+    return backward.backward_in_parts(replace(problem, threads=2), given, HOST)
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
     for name, size in {"MAX_SUM_BYTES": 1, "MIN_SPLIT_BYTES": 0, "MAX_KEYS": 24, "KEY_TILE": 16}.items():
-        monkeypatch.setattr(backward_parts, name, size)
+        monkeypatch.setattr(backward, name, size)
 
 
 def case(mask, dtype=np.float32, **options):
@@ -50,7 +51,7 @@ def case(mask, dtype=np.float32, **options):
     return Case(*arrays, {"mask": mask} | options)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients_are_those_of_the_whole(name, framework, small_parts):
@@ -64,19 +65,17 @@ def test_sinks_and_dropout(dtype, small_parts):
 
 
 FAULTS = {
-    "keys count from the start of their part": Fault(
-        backward_parts.backward_in_parts, "first_key=keys.start", "first_key=0"
-    ),
+    "keys count from the start of their part": Fault(backward.backward_in_parts, "first_key=keys.start", "first_key=0"),
     "queries count from the start of their part": Fault(
-        backward_parts.backward_in_parts, "first_row=rows.start", "first_row=0"
+        backward.backward_in_parts, "first_row=rows.start", "first_row=0"
     ),
     "a part replaces the sum": Fault(
-        backward_parts.backward_in_parts, "array[..., span, :] += term", "array[..., span, :] = term"
+        backward.backward_in_parts, "array[..., span, :] += term", "array[..., span, :] = term"
     ),
     "the last keys are in no part": Fault(
-        backward_parts._parts, "[*range(start, stop, MAX_KEYS), stop]", "[*range(start, stop, MAX_KEYS)]"
+        backward._parts, "[*range(start, stop, MAX_KEYS), stop]", "[*range(start, stop, MAX_KEYS)]"
     ),
-    "d_lse is left out": Fault(backward_parts.backward_in_parts, "None if d_lse is None else d_lse[..., rows]", "None"),
+    "d_lse is left out": Fault(backward.backward_in_parts, "None if d_lse is None else d_lse[..., rows]", "None"),
 }
 
 
@@ -91,7 +90,7 @@ def test_only_large_sums_are_divided():
     def is_divided(n, heads=1, dtype=np.float32, wanted=(), **added):
         array = np.broadcast_to(np.zeros((), dtype), (1, heads, n, 64))
         problem = Case(array, array, array, {"mask": i >= j}).make_problem()
-        return backward_parts.needs_parts(problem, GivenGradients(None, None, (), wanted, StatisticGradients(**added)))
+        return backward.needs_parts(problem, GivenGradients(None, None, (), wanted, StatisticGradients(**added)))
 
     assert is_divided(1 << 20)
     assert not is_divided(1 << 14)
@@ -103,8 +102,8 @@ def test_only_large_sums_are_divided():
 
 def test_torch_calls_use_parts(small_parts, monkeypatch):
     torch = pytest.importorskip("torch")
-    calls, whole = [], backward_parts.backward_in_parts
-    monkeypatch.setattr(backward_parts, "backward_in_parts", lambda *given: calls.append(given) or whole(*given))
+    calls, whole = [], backward.backward_in_parts
+    monkeypatch.setattr(backward, "backward_in_parts", lambda *given: calls.append(given) or whole(*given))
     leaves = [torch.from_numpy(array).requires_grad_() for array in case(None).arrays]
     sightline.attention(*leaves, mask=i > j).sum().backward()
     assert len(calls) == 1
@@ -140,5 +139,5 @@ def test_the_memory_of_the_backward_pass_is_constant():
     root = Path(__file__).parents[2]  # where Python finds benchmarks
     result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
     short, long = map(int, result.stdout.split())
-    assert max(short, long) < 2 * backward_parts.MAX_SUM_BYTES
+    assert max(short, long) < 2 * backward.MAX_SUM_BYTES
     assert long < short + (1 << 16) * 2 * 8  # two numbers of each further query

@@ -14,7 +14,7 @@ from sightline.cpu.codegen import math as codegen_math
 from sightline.cpu.codegen.render_llvm import LLVM_RULES
 from sightline.cpu.runtime.machine import host
 from sightline.formula.operators import OPERATORS
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

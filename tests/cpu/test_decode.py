@@ -1,5 +1,7 @@
 """The decoding kernel: it runs for few queries against many keys, and the merge of its splits is exact."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,14 +12,14 @@ from cached_calls import cache_problem
 from fault_planting import Fault, assert_found
 from sightline import causal, entropy, h, i, j, lse, m, n, padding, s, softcap, table
 from sightline.call.problem import make_problem
-from sightline.call.request import min_decode_keys
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.decode import Decode
-from sightline.cpu.kernels.visible_keys import VisibleKeys
+from sightline.cpu.kernels.decode_rows import VisibleKeys
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import forward as launch_forward
+from sightline.cpu.launch.decode import min_decode_keys
 from sightline.cpu.runtime.processor import HOST
-from sightline.testing import assert_conforms, with_guards
+from sightline.reference.testing import assert_conforms, with_guards
 from statistic_definitions import check as check_statistics
 from strategies import DTYPES
 
@@ -117,9 +119,9 @@ def test_masks_by_head(G, taken):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_for_any_number_of_threads(dtype, taken):
     problem = make_problem(*arrays(dtype, (1,), 4, 1, 5, 9000), mask=causal("lower right"))
-    first = Cpu().run(problem, 1)
+    first = Cpu().run(replace(problem, threads=1))
     for threads in (2, 3, 7):
-        again = Cpu().run(problem, threads)
+        again = Cpu().run(replace(problem, threads=threads))
         assert np.array_equal(again.output, first.output)
         assert np.array_equal(again.lse, first.lse)
     assert taken == [True] * 4
@@ -130,12 +132,12 @@ def test_the_same_bits_for_any_number_of_threads(dtype, taken):
 @pytest.mark.parametrize(("G", "group", "n"), [(5, 1, 1), (7, 3, 1), (13, 5, 1), (9, 1, 3), (3, 33, 1)])
 def test_heads_that_are_neighbours_in_memory_share_an_item(dtype, G, group, n, taken):
     q, k, v = arrays(dtype, (2,), G * group, G, n, 1500, 32, 32)
-    alone = Cpu().run(make_problem(q, k, v, see=[entropy()]), 1)
+    alone = Cpu().run(make_problem(q, k, v, see=[entropy()], threads=1))
     k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (k, v))
     problem = make_problem(q, k, v, see=[entropy()])
     assert_conforms(Cpu().run, problem)
     for threads in (1, 3):
-        shared = Cpu().run(problem, threads)
+        shared = Cpu().run(replace(problem, threads=threads))
         assert np.array_equal(shared.output, alone.output)
         assert np.array_equal(shared.lse, alone.lse)
         assert np.array_equal(shared.seen[0], alone.seen[0])
@@ -276,6 +278,7 @@ def test_sound_kernels_pass(check, taken):
     assert all(taken)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(("check", "fault"), [(check, fault) for check, faults in FAULTS.items() for fault in faults])
 def test_every_fault_is_seen(check, fault, monkeypatch, fresh_kernels):
     assert_found(FAULTS[check][fault], monkeypatch, check, "budget")

@@ -20,10 +20,10 @@ from sightline.call import call_cache
 from sightline.call.lookup import LOOKUP
 from sightline.cpu.calls.launch_record import FIRST_NUMBER, IS_BUSY, LaunchRecord
 from sightline.cpu.calls.python_functions import launcher
-from sightline.cpu.launch.prepared_call import PreparedCall
+from sightline.cpu.launch.bound_call import PreparedCall
 from sightline.cpu.runtime.processor import HOST
 from sightline.errors import ParameterError
-from sightline.testing import with_guards
+from sightline.reference.testing import with_guards
 from strategies import to_torch
 
 PYTHON_KINDS = ("dropout", "sinks", "everything")  # dropout and sinks need words that Python computes
@@ -151,7 +151,7 @@ def test_a_busy_record_is_left_to_its_user(rng):
     with Spy() as direct:
         assert all_bits(sightline.attention(*given)) == expected
         assert (direct.count, record[IS_BUSY], len(call.prepared.records)) == (0, 1, 2)
-        described = call.prepared.describe(call.prepared.records[0], None)
+        described = call.prepared.describe(call.prepared.records[0])
         assert launcher()(described, None, (), (), (), ()) is None
         record[IS_BUSY] = 0
         assert all_bits(sightline.attention(*given)) == expected

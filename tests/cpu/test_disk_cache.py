@@ -163,8 +163,11 @@ def test_a_failed_kernel_can_be_tried_again(folder):
 
 def test_memory_is_bounded_and_no_running_kernel_ends(folder, monkeypatch):
     monkeypatch.setattr(compile, "MAX_KERNELS_IN_MEMORY", 2)
-    running = kernel(0)
-    ends = [weakref.ref(kernel(n).engine) for n in range(1, 5)]
+    running, ends = kernel(0), []
+    for address in map(kernel, range(1, 5)):
+        address.engine.in_cycle = address  # garbage collection once freed LLVM's context before the engine: a crash
+        ends.append(weakref.ref(address.engine))
+    del address
     gc.collect()
     assert [end() is None for end in ends] == [True, True, False, False]
     assert number_of(running) == 0

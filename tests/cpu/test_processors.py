@@ -15,8 +15,8 @@ import emulator
 import sightline
 from elementary_functions import PROMISED, applied, check_promise
 from emulator import Emulator
-from sample_problems import arrays, serves
-from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
+from sample_problems import PROBLEMS, arrays, serves
+from sightline import i, j, lse, s
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.codegen.builder import Builder, Module
@@ -31,12 +31,12 @@ from sightline.cpu.runtime.machine import (
     missing_features,
     named_machine,
     native_machine,
-    restrict,
+    restrict_machine,
 )
 from sightline.cpu.runtime.processor import Processor
 from sightline.errors import ParameterError
+from sightline.reference.testing import assert_conforms
 from sightline.statistics import Mean, TopK, pooled, received, weights
-from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
 from weights_pass_checks import check_everything, compute
 
@@ -61,7 +61,7 @@ def processor(request):
     """A processor for each named machine: this processor if possible, otherwise an emulator."""
     lacks = missing_features(native_machine(), named_machine(request.param))
     if not lacks:
-        return Processor(restrict(native_machine(), request.param))
+        return Processor(restrict_machine(native_machine(), request.param))
     if request.param == "neon":
         return request.getfixturevalue("neon")
     return pytest.skip(f"this processor has no {', '.join(lacks)}")
@@ -84,25 +84,6 @@ def test_drawn_problems(processor, dtype, times):
         assert_conforms(kernel.run, case.make_problem(see=[lse()]))
 
     conforms()
-
-
-PROBLEMS = {
-    "odd sizes": ({"shape": (1, 2, 131, 23), "d_v": 17, "m": 67}, {}),
-    "shared heads, causal": ({"shape": (2, 4, 70, 64), "groups": 2, "m": 75}, {"mask": causal("lower right")}),
-    "decoding": ({"shape": (2, 4, 1, 64), "groups": 1, "m": 513}, {"mask": padding([513, 130])}),
-    "window, soft cap, sinks": (
-        {"shape": (1, 2, 150, 16)},
-        {"mask": window(40, 3), "score": softcap(5.0), "sinks": np.array([0.5, -2.0])},
-    ),
-    "packed, slopes": ({"shape": (1, 3, 90, 8)}, {"mask": documents(lengths=[1, 40, 0, 49]), "score": alibi(3)}),
-    "tables, library functions": (
-        {"shape": (1, 2, 60, 32), "m": 81},
-        {
-            "mask": table(np.arange(7) % 3 > 0)[(i * j) % 7],
-            "score": s + table(np.linspace(-1, 1, 10).reshape(2, 5))[h, (i - j) % 5] + np.sin(i - j) - abs(s) ** 1.5,
-        },
-    ),
-}
 
 
 @pytest.mark.sampled(one_in=5)
@@ -371,7 +352,7 @@ def test_a_crash_is_detected(neon, tmp_path):
 
 def test_arrays_that_share_memory_share_it_in_the_arena():
     whole = np.arange(20)
-    separate, backwards = np.arange(4), sightline.testing.LAYOUTS["backwards"](np.ones((1, 3, 3)))
+    separate, backwards = np.arange(4), sightline.reference.testing.LAYOUTS["backwards"](np.ones((1, 3, 3)))
     found = emulator.memory_ranges((whole[:12], [whole[8:], separate], np.empty(0), backwards))
     assert len(found) == 3
     assert (whole.ctypes.data, whole.ctypes.data + whole.nbytes) in found

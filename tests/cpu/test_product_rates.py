@@ -15,8 +15,8 @@ from sightline.cpu.launch.product_rates import machine_for, prefers_widening
 from sightline.cpu.runtime.machine import host
 from sightline.cpu.runtime.processor import HOST, Processor
 from sightline.reference.definition import compute_stages
+from sightline.reference.testing import assert_conforms
 from sightline.statistics import received, top_k
-from sightline.testing import assert_conforms
 
 needs_dot = pytest.mark.skipif(not host().has_bf16_dot, reason="this processor does not multiply pairs of bfloat16")
 
@@ -25,7 +25,7 @@ needs_dot = pytest.mark.skipif(not host().has_bf16_dot, reason="this processor d
 @pytest.mark.parametrize("slow", ["bfloat16", "float32"])
 def test_the_faster_loop_is_chosen(slow, monkeypatch):
     rates = {"bfloat16": 2.0, "float32": 2.0} | {slow: 1.0}
-    monkeypatch.setattr(product_rates, "_prepare", lambda dtype, machine: lambda: rates[dtype])
+    monkeypatch.setattr(product_rates, "measure_rate", lambda dtype, machine: rates[dtype])
     monkeypatch.setattr(product_rates, "_ANSWERS", {})
     assert prefers_widening(host()) == (slow == "bfloat16")
     assert machine_for(HOST, "bfloat16").has_bf16_dot == (slow == "float32")
@@ -35,7 +35,7 @@ def test_the_faster_loop_is_chosen(slow, monkeypatch):
 
 @needs_dot
 def test_rates_are_measured():
-    rates = [product_rates._prepare(dtype, host())() for dtype in ("bfloat16", "float32")]
+    rates = [product_rates.measure_rate(dtype, host()) for dtype in ("bfloat16", "float32")]
     assert all(1e8 < rate < 1e13 for rate in rates)
 
 
@@ -57,9 +57,9 @@ def test_problems_of_a_processor_with_slow_dot_products(queries, rng, monkeypatc
     for options in ({}, {"mask": i - j < 71 + queries}, {"see": (received(), top_k(2))}):
         problem = make_problem(*given, **options)
         assert_conforms(Cpu().run, problem)
-    result = Cpu().run(problem, 1)
+    result = Cpu().run(problem)
     given = GivenGradients(result.output, None, (result.output, result.lse), [])
-    assert Cpu().backward(problem, given, 1).query.shape == shapes[0]
+    assert Cpu().backward(problem, given).query.shape == shapes[0]
     assert not any(paired)
 
 
@@ -69,5 +69,5 @@ def test_a_scale_of_0_hides_no_nan(entry, rng):
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in arrays(rng))
     q[0, 1, 3, 4] = entry
     problem = make_problem(q, k, v, scale=0.0)
-    output = Cpu(Processor(host())).run(problem, 1).output
+    output = Cpu(Processor(host())).run(problem).output
     np.testing.assert_array_equal(np.isnan(output), np.isnan(compute_stages(problem).output))

@@ -15,7 +15,7 @@ from sightline.cpu import Cpu
 from sightline.cpu.kernels import shared_tiles
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.runtime.machine import CPU_VARIABLE, machine_names, missing_features, named_machine, native_machine
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from statistic_definitions import check as check_statistics
 from strategies import Case
 
@@ -55,7 +55,7 @@ def draw(layout, dtype=np.float32):
     return [LAYOUTS[layout](rng.normal(size=shape).astype(dtype)) for shape in shapes]
 
 
-@pytest.mark.sampled(one_in=17)
+@pytest.mark.sampled(one_in=29)
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("formula", FORMULAS)

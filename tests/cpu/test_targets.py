@@ -13,21 +13,20 @@ import numpy as np
 import pytest
 
 from object_files import ARM64, X86_64, read_object
-from sample_problems import arrays
-from sightline import causal, documents, h, i, j, lse, padding, s, softcap, table, window
+from sample_problems import PROBLEMS, arrays
+from sightline import causal, documents, i, j, lse, padding, s, softcap, table, window
 from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.calls import xla_handler
 from sightline.cpu.calls.direct_call import DirectCall
-from sightline.cpu.calls.launcher import Launcher
+from sightline.cpu.calls.launcher import PYTHON_API, Launcher
 from sightline.cpu.codegen.builder import Module
-from sightline.cpu.codegen.python_function import PYTHON_API
 from sightline.cpu.runtime.compile import _compile_object, _load_objects
 from sightline.cpu.runtime.machine import CPU_VARIABLE, Machine, missing_features, named_machine, native_machine
 from sightline.cpu.runtime.processor import Processor
+from sightline.reference.testing import assert_conforms
 from sightline.statistics import TopK, received
-from sightline.testing import assert_conforms
 from weights_pass_checks import check_everything, compute
 
 WINDOWS, MACOS = "x86_64-pc-windows-msvc-elf", "x86_64-apple-darwin"
@@ -113,12 +112,12 @@ def kernels(machine):
         ("float64", {"score": score}),
     ):
         problem = make_problem(*arrays((1, 2, 70, 64), dtype), **options)
-        kernel.run(problem, 1)
+        kernel.run(problem)
         if dtype == "float32":
             saved = np.zeros_like(problem.query), np.zeros(problem.query.shape[:-1])
-            kernel.backward(problem, GivenGradients(saved[0], None, saved, []), 1)
-    kernel.run(make_problem(*arrays((2, 4, 1, 64), "float32", groups=1, m=513), mask=padding([513, 130])), 1)
-    kernel.run(make_problem(*arrays((1, 1, 20, 1024), "float32")), 1)
+            kernel.backward(problem, GivenGradients(saved[0], None, saved, []))
+    kernel.run(make_problem(*arrays((2, 4, 1, 64), "float32", groups=1, m=513), mask=padding([513, 130])))
+    kernel.run(make_problem(*arrays((1, 1, 20, 1024), "float32")))
     weighed = make_problem(*arrays((1, 2, 70, 16), "float32"))
     for statistic in (received(), TopK(3)):
         compute(weighed, np.zeros((1, 2, 70)), statistic, processor=collector)
@@ -155,7 +154,7 @@ def allowed_symbols(triple):
     return STANDARD | own | (LINKED if SYSTEMS[triple][0] == "COFF" else set())
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=11)
 @pytest.mark.parametrize(("triple", "name"), TARGETS)
 def test_kernels_are_compiled_for_every_system(triple, name):
     machine = machine_of(triple, name)
@@ -222,11 +221,6 @@ class ForeignProcessor(Processor):
     objects on Linux too. What differs is how functions are called, and the names of the C library's functions. So a
     second object is linked to the kernel: an entry that this system calls, and the functions of the C library as the
     other system calls them. The system itself, its loader and its memory are not imitated.
-
-    Parameters
-    ----------
-    triple : `WINDOWS` or `MACOS`
-    machine : a machine of this system, for the instructions
     """
 
     links_parts = False
@@ -311,26 +305,15 @@ def foreign(request):
     assert found.calls, "no kernel ran"
 
 
-PROBLEMS = {
-    "odd sizes": ({"shape": (1, 2, 131, 23), "d_v": 17, "m": 67}, {}),
-    "decoding": ({"shape": (2, 4, 1, 64), "groups": 1, "m": 513}, {"mask": padding([513, 130])}),
-    "window, soft cap, sinks": (
-        {"shape": (1, 2, 150, 16)},
-        {"mask": window(40, 3), "score": softcap(5.0), "sinks": np.array([0.5, -2.0])},
-    ),
-    "tables, library functions": (
-        {"shape": (1, 2, 60, 32), "m": 81},
-        {"score": s + table(np.linspace(-1, 1, 10).reshape(2, 5))[h, (i - j) % 5] + np.sin(i - j) - abs(s) ** 1.5},
-    ),
-    "wide heads": ({"shape": (1, 1, 20, 1024)}, {"mask": causal()}),
-}
+NAMES = ("odd sizes", "decoding", "window, soft cap, sinks", "tables, library functions")
+FOREIGN = {name: PROBLEMS[name] for name in NAMES} | {"wide heads": ({"shape": (1, 1, 20, 1024)}, {"mask": causal()})}
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=11)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_kernels_of_another_system_conform(foreign, name, dtype):
-    shapes, options = PROBLEMS[name]
+    shapes, options = FOREIGN[name]
     assert_conforms(Cpu(foreign).run, make_problem(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
 
 

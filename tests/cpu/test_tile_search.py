@@ -49,8 +49,8 @@ def search_of(mask, n, score=None, B=2, H=3):
     """The search of a call with this mask, and the arguments of the call."""
     x = np.zeros((B, H, n, 8), np.float32)
     problem = make_problem(x, x, x, mask=mask, score=score)
-    arguments, spec = prepare("forward", problem, HOST)
-    return BoundSearch(arguments, spec, HOST), arguments
+    arguments = prepare("forward", problem, HOST)
+    return BoundSearch(arguments), arguments
 
 
 def run(search, tables=()):

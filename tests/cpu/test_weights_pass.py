@@ -1,4 +1,4 @@
-"""The weights pass against statistics of dense float64 weights, within the error budget of `sightline.testing`."""
+"""The weights pass against statistics of dense float64 weights, within the error budget of `reference.testing`."""
 
 import math
 from functools import partial
@@ -8,95 +8,66 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sample_problems import arrays
-from sightline import alibi, causal, i, j, padding, s, softcap, table, where, window
+from sample_problems import PROBLEMS, arrays
+from sightline import alibi, causal, i, j, padding, s, table, where
 from sightline.arrays.operations import TORCH, dtype_name, framework, to_numpy
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.launch.weights_pass import MAX_TOP_K, bind_passes
 from sightline.reference.definition import compute_stages
+from sightline.reference.testing import with_guards
 from sightline.statistics import TopK, pooled, received, weights
-from sightline.testing import with_guards
 from strategies import DTYPES, Case, cases
 from weights_pass_checks import check, check_everything, compute, several, weight_sums
 
 # -- problems --------------------------------------------------------------------------------------------------------
 
-STATISTICS = ("received", "pooled", "top_k", "weights")
-EXAMPLES = [10, pytest.param(400, marks=pytest.mark.soak)]  # the number of drawn problems of each dtype
+EXAMPLES = [20, pytest.param(800, marks=pytest.mark.soak)]  # the number of drawn problems of each dtype
+
+
+@st.composite
+def requests(draw, problem):
+    """Weights or the cells of a rectangle, alone, or up to four statistics that can share passes."""
+    lengths, hows = (problem.n, problem.m), st.sampled_from(["mean", "max"])
+    down, across = (st.integers(1, max(min(length, 40), 1)) for length in lengths)
+    kinds = [
+        st.builds(received, st.sampled_from(["sum", "mean", "max"])),
+        st.builds(pooled, down, across | st.just(max(problem.m, 1)), hows),
+        st.builds(TopK, st.integers(1, 12)),
+    ]
+    if 0 in problem.extent:
+        return [draw(st.one_of(*kinds, st.just(weights())))]
+    spans = [st.lists(st.integers(0, length), min_size=2, max_size=2, unique=True).map(sorted) for length in lengths]
+    cells = st.builds(pooled, down, across, hows, st.tuples(*spans))
+    alone = st.one_of(st.just(weights()), cells).map(lambda one: [one])
+    return draw(st.lists(st.one_of(kinds), min_size=1, max_size=4) | alone)
 
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype, examples):
-    """One statistic of each problem."""
-
-    @settings(max_examples=examples)
-    @given(cases(dtypes=(dtype,), largest=15_000), st.sampled_from(STATISTICS), st.data())
-    def conforms(case, statistic, data):
-        problem = case.make_problem()
-        n, m = problem.n, problem.m
-
-        def part(length):
-            first = data.draw(st.integers(0, max(length - 1, 0)))
-            return first, data.draw(st.integers(min(first + 1, length), length))
-
-        if statistic == "received":
-            chosen = received(data.draw(st.sampled_from(["sum", "max"])))
-        elif statistic == "pooled":
-            within = data.draw(st.sampled_from([None, (part(n), part(m))]))
-            (i0, i1), (j0, j1) = within or ((0, n), (0, m))
-            rows, columns = (data.draw(st.integers(1, max(length, 1))) for length in (i1 - i0, j1 - j0))
-            chosen = pooled(min(rows, 40), min(columns, 40), data.draw(st.sampled_from(["mean", "max"])), within)
-        else:
-            chosen = TopK(data.draw(st.integers(1, 12))) if statistic == "top_k" else weights()
-        check(problem, chosen)
-
-    conforms()
-
-
-@st.composite
-def requests(draw, problem):
-    """Statistics of a problem that can share passes."""
-    down, across = (st.integers(1, max(min(length, 40), 1)) for length in (problem.n, problem.m))
-    kinds = [
-        st.builds(received, st.sampled_from(["sum", "mean", "max"])),
-        st.builds(pooled, down, across | st.just(problem.m), st.sampled_from(["mean", "max"])),
-        st.builds(TopK, st.integers(1, 12)),
-    ]
-    return draw(st.lists(st.one_of(kinds), min_size=2, max_size=4))
-
-
-@pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("examples", EXAMPLES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems_with_several_statistics(dtype, examples):
     @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,), largest=15_000), st.data())
     def conforms(case, data):
         problem = case.make_problem()
-        if 0 not in problem.extent:
-            check(problem, data.draw(requests(problem)))
+        check(problem, data.draw(requests(problem)))
 
     conforms()
 
 
-PROBLEMS = {
+NAMED = {
     "shared heads, causal": ({"shape": (2, 4, 131, 23), "groups": 2, "m": 203}, {"mask": causal("lower right")}),
-    "window, soft cap, sinks": (
-        {"shape": (1, 2, 150, 16)},
-        {"mask": window(40, 3), "score": softcap(5.0), "sinks": np.array([0.5, -2.0])},
-    ),
+    "window, soft cap, sinks": PROBLEMS["window, soft cap, sinks"],
     "padding, slopes": ({"shape": (2, 2, 70, 8), "m": 140}, {"score": alibi(2), "mask": padding([130, 0])}),
 }
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", NAMED)
 def test_named_problems(name):
     """The statistics are computed from the forward kernel's lse."""
-    shapes, options = PROBLEMS[name]
+    shapes, options = NAMED[name]
     problem = make_problem(*arrays(dtype="float32", **shapes), **options)
     check_everything(problem, lse=Cpu().run(problem).lse)
 
@@ -132,9 +103,9 @@ def test_statistics_share_passes():
     """Each pass computes received, pooled and top_k at most once; weights and a pooled rectangle are computed alone."""
     problem = make_problem(*arrays((1, 2, 70, 8), "float32"))
     statistics = [TopK(2), pooled(2, 2, "mean", ((0, 9), (0, 9))), weights(), received("max"), pooled(3, 3), TopK(3)]
-    passes = [bound_pass for _, bound_pass in bind_passes(problem, statistics)]
+    passes = [bound_pass for _, bound_pass in bind_passes(problem.with_statistics(*statistics))]
     assert [bound_pass.indices for bound_pass in passes] == [(0, 3, 4), (1,), (2,), (5,)]
-    assert bind_passes(problem, [TopK(MAX_TOP_K + 1)]) != []  # there are only 70 keys
+    assert bind_passes(problem.with_statistics(TopK(MAX_TOP_K + 1))) != []  # there are only 70 keys
 
 
 def test_torch_gets_the_same_bits_as_tensors():
@@ -213,8 +184,6 @@ def test_more_keys_requested_than_there_are(rng):
 
 
 def test_no_pass_has_longer_lists_than_the_limit(rng):
-    problem = make_problem(*(rng.normal(size=(1, 3, 4)) for _ in range(3)))
-    assert compute(problem, compute_stages(problem).lse, TopK(MAX_TOP_K + 1)) is not None  # there are only three keys
     x = rng.normal(size=(1, MAX_TOP_K + 1, 4))
     problem = make_problem(x[:, :3], x, x)
     assert compute(problem, compute_stages(problem).lse, TopK(MAX_TOP_K + 1)) is None

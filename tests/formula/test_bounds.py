@@ -22,7 +22,7 @@ from sightline.formula.tables import TableBounds
 from sightline.formula.tile_ranges import find_tile_ranges, find_witness
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from strategies import generators, masks, reals, wholes
 
 NAMESPACE = namespace(np.zeros(1))

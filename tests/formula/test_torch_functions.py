@@ -20,7 +20,7 @@ from sightline.errors import FormulaError
 from sightline.formula.derivative import derivative
 from sightline.reference.definition import Reference
 from sightline.reference.streaming import Streaming
-from sightline.testing import assert_conforms, assert_within_budget
+from sightline.reference.testing import assert_conforms, assert_within_budget
 
 ROWS, COLUMNS = 9, 11
 X, Y = i * 0.5 - 2, j - 5  # a float and an integer, with positive and negative values

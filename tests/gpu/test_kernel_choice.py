@@ -11,8 +11,7 @@ from sightline import b, causal, h, i, j, s
 from sightline.api.kernels import KERNELS
 from sightline.call.kernel import MAX_FORMULA_NODES, choose
 from sightline.call.problem import make_problem
-from sightline.gpu import Triton
-from sightline.gpu.refusals import MAX_HEAD_WIDTH
+from sightline.gpu import MAX_HEAD_WIDTH, Triton
 
 
 def on_cuda(problem):
@@ -28,7 +27,7 @@ def on_cuda(problem):
 @pytest.fixture(autouse=True)
 def recent_gpu(monkeypatch):
     """Skip the query of the GPU's compute capability."""
-    monkeypatch.setattr("sightline.gpu.refusals._is_too_old", lambda device: False)
+    monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: False)
 
 
 def posed(d=8, dtype=torch.float32, **options):
@@ -58,7 +57,7 @@ def test_every_refusal_has_its_cure(problem, reason):
 
 
 def test_an_old_gpu_and_missing_triton_are_refused(monkeypatch):
-    monkeypatch.setattr("sightline.gpu.refusals._is_too_old", lambda device: True)
+    monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [r.reason for r in Triton().refuses(on_cuda(posed()))] == [
         "a GPU older than compute capability 8.0",
@@ -157,12 +156,12 @@ def test_every_kernel_gets_its_own_sizes(monkeypatch):
 def test_large_strides_of_any_array_need_64_bit_offsets():
     tl = pytest.importorskip("triton.language")
     from sightline.gpu.configurations import find_configuration
-    from sightline.gpu.launch.arguments import Operands, to_operand
+    from sightline.gpu.launch.arguments import GpuOperands, to_operand
 
     sizes = find_configuration("sm_90", "backward_queries", "float32", 8)
     far = to_operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
-    assert Operands(posed(), sizes).meta().index_type == tl.int32
-    assert Operands(posed(), sizes, arrays=[far]).meta().index_type == tl.int64
+    assert GpuOperands(posed(), sizes).meta().index_type == tl.int32
+    assert GpuOperands(posed(), sizes, arrays=[far]).meta().index_type == tl.int64
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gfx942:sramecc+", "tf32"), ("gfx90a", "ieee")])

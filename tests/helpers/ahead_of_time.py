@@ -41,34 +41,23 @@ SHARED_MEMORY_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 1
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A compiled kernel, its resource use and its assembly."""
+    """A compiled kernel, its resource use, its assembly and its machine code."""
 
     name: str
     target: str  # a key of `TARGETS`
-    warps: int  # number of warps in a block of threads
     registers: int  # registers per thread; on AMD the number includes the accumulators of matrix instructions
     spilled: int  # bytes of memory per thread for numbers that found no register
     shared: int  # bytes of shared memory per block of threads
     text: str  # the assembly of the kernel: PTX for NVIDIA, AMD's assembly language for AMD
+    binary: bytes  # the machine code
     remarks: str  # the assembler's log, in which ptxas reports each wgmma instruction that it serialised
-
-    def __str__(self) -> str:
-        memory = f"{self.spilled} bytes spilled, {self.shared} bytes shared"
-        return f"{self.name} for {self.target}: {self.registers} registers, {memory}, {self.warps} warps"
 
 
 def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKernel, ...]:
     """Compile the kernels that `call()` launches on a GPU of `target`. Return each one once, in the order of launches.
 
     No kernel runs. A process has one Triton driver, so no other thread may launch a kernel before this function
-    returns.
-
-    Raises
-    ------
-    ParameterError
-        `target` is not in `TARGETS`, `call` launched no kernel, or `call` chose tile sizes of another architecture.
-    triton.OutOfResources
-        A kernel needs more shared memory than the GPU has, even with one stage.
+    returns. `triton.OutOfResources` says that a kernel needs more shared memory than the GPU has.
     """
     if target not in TARGETS:
         raise ParameterError(f"target={target!r}", f"one of {', '.join(map(repr, TARGETS))}", "target='sm_90'")
@@ -115,15 +104,16 @@ def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKe
 
 
 def _read_kernel(metadata: dict[str, Any], files: dict[str, Path], target: str, log: str) -> CompiledKernel:
-    text = files[".ptx" if ".ptx" in files else ".amdgcn"].read_text()
+    assembly, code = (".ptx", ".cubin") if ".ptx" in files else (".amdgcn", ".hsaco")
+    text, binary = files[assembly].read_text(), files[code].read_bytes()
     report, *patterns = (
         (log, r"Used (\d+) registers", r"(\d+) bytes stack frame")
         if ".ptx" in files
         else (text, r"\.vgpr_count: +(\d+)", r"\.private_segment_fixed_size: +(\d+)")
     )
     registers, spilled = (_find_number(pattern, report) for pattern in patterns)
-    name, warps, shared = (metadata[each] for each in ("name", "num_warps", "shared"))
-    return CompiledKernel(name, target, warps, registers, spilled, shared, text, log.strip())
+    name, shared = metadata["name"], metadata["shared"]
+    return CompiledKernel(name, target, registers, spilled, shared, text, binary, log.strip())
 
 
 def _find_number(pattern: str, report: str) -> int:
@@ -136,10 +126,7 @@ def _find_number(pattern: str, report: str) -> int:
 @contextmanager
 def _active_driver(offline: _OfflineDriver) -> Iterator[None]:
     """Make `offline` Triton's driver while the context lasts."""
-    try:
-        previous = driver.active
-    except RuntimeError:  # raised if Triton finds no GPU
-        previous = None
+    previous = driver._active  # None before Triton's first launch
     driver.set_active(offline)
     try:
         yield

@@ -3,8 +3,7 @@
     pytest -p compile_only tests/gpu/interpreted
 
 Triton's interpreter accepts programs that its compiler refuses. With this plugin Triton compiles each kernel as on a
-GPU of the architecture COMPILE_FOR (sm_90 by default), and launches nothing. Results are then uninitialised memory. So
-a test fails only if a kernel does not compile.
+GPU of the architecture COMPILE_FOR (sm_90 by default), and launches nothing. A test fails if a kernel does not compile.
 """
 
 import os
@@ -30,9 +29,9 @@ class CompileOnly(Triton):
         super().__init__(TARGET)
         self.kernel = self
 
-    def run(self, problem, threads=None):
+    def run(self, problem):
         on_device.skip_unsupported(problem.dtype)
-        return super().run(problem, threads)
+        return super().run(problem)
 
 
 torch.cuda.is_available = lambda: True  # the tests ask whether there is a GPU

@@ -25,7 +25,7 @@ def _makes_for_caller(frame):
     """True in torch, in a layer's constructor, and in a mode, which hands calls on: their callers choose the device."""
     package, name = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_name
     is_layer = name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module)
-    return package in MAKERS or is_layer or name == "__torch_function__"
+    return package in MAKERS or is_layer or name in ("__torch_function__", "choose")  # the second is of in_eager_code
 
 
 class LibraryDevice(DeviceContext):

@@ -18,11 +18,11 @@ from distributed_ranks import Ranks
 from gradient_checks import check as check_gradients
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import Gradients, Result
+from sightline.call.partition import needed_keys
+from sightline.call.partition.shards import Shards, divide
 from sightline.call.problem import Problem
-from sightline.partition import needed_keys
-from sightline.partition.shards import Shards, divide
-from sightline.statistics import Reduction, arrays_of, unwrap_mean
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
+from sightline.statistics import Reduction, arrays_of
 from sightline.torch.distributed import ring
 from sightline.torch.distributed.collectives import cut_spans
 from statistic_definitions import check as check_statistics
@@ -152,7 +152,7 @@ def join(parts: list[Any], shards: Shards, axis: int) -> Any:
 
 def is_available(statistic: Any) -> bool:
     """True if ranks can compute a statistic together: not an entry for each pair, nor a maximum with its position."""
-    of = unwrap_mean(statistic)
+    of = statistic.unaveraged
     return not isinstance(of, Reduction) or bool(of.axes and not of.finds)
 
 
@@ -172,7 +172,7 @@ class Distributed:
         seen = []
         for k, statistic in enumerate(posed.see):
             arrays = [own[k] for _, own in answers]
-            axes = getattr(unwrap_mean(statistic), "axes", "j")
+            axes = getattr(statistic.unaveraged, "axes", "j")
             if axes == "ij":
                 assert all(np.array_equal(one[0], arrays[0][0], equal_nan=True) for one in arrays)
                 found = arrays[0]

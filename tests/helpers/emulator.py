@@ -24,7 +24,7 @@ import numpy as np
 from sightline.cpu.runtime.compile import optimised
 from sightline.cpu.runtime.machine import Machine
 from sightline.cpu.runtime.processor import Processor
-from sightline.testing import GUARD_BYTES
+from sightline.reference.testing import GUARD_BYTES
 
 EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
 TOOLS = "aarch64-linux-gnu-"

@@ -12,6 +12,8 @@ from types import CodeType
 
 import pytest
 
+KNOWN = []  # all faults of the files that pytest has imported
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -24,6 +26,9 @@ class Fault:
     function: Callable
     before: str
     after: str
+
+    def __post_init__(self):
+        KNOWN.append(self)
 
 
 class Replacement(ast.NodeTransformer):
@@ -53,15 +58,16 @@ def plant(faults, monkeypatch):
     The function's own code is exchanged: the fault is seen wherever the function is called, under every name.
     """
     for fault in faults if isinstance(faults, tuple) else (faults,):
-        function = inspect.unwrap(getattr(fault.function, "fn", fault.function))  # `fn`: a kernel of Triton
-        monkeypatch.setattr(function, "__code__", change_code(function, fault.before, fault.after))
+        function, code = change_code(fault.function, fault.before, fault.after)
+        monkeypatch.setattr(function, "__code__", code)
 
 
 def change_code(function, before, after):
-    """Return the code of the function with `after` in place of `before`.
+    """Return the function itself, without wrappers, and its code with `after` in place of `before`.
 
     `inspect.getsource` finds the changed source, so that a second fault can be planted and Triton can read it.
     """
+    function = inspect.unwrap(getattr(function, "fn", function))  # `fn`: a kernel of Triton
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     replacement, outer = Replacement(before, after), function.__code__.co_freevars
     replacement.visit(definition)
@@ -79,7 +85,7 @@ def change_code(function, before, after):
     code = compile(source, name, "exec", flags, dont_inherit=True)
     for wanted in ("enclosing", function.__name__):
         (code,) = (one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == wanted)
-    return code
+    return function, code
 
 
 def assert_found(fault, monkeypatch, check, match=None, kinds=AssertionError):

@@ -8,7 +8,7 @@ from sightline.arrays.operations import to_numpy
 from sightline.call.problem import make_problem
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from strategies import DTYPES, to_torch
 
 GROUPS = {"int8": 128, "float8_e4m3fn": 128, "int4": 32}

@@ -3,8 +3,7 @@
     python forked_calls.py SEED COUNT [PACKAGE]
 
 The calls read tables and documents, compute statistics and gradients, and sometimes compile a kernel. PACKAGE, for
-example torch, is imported first. A child that hangs prints the stack of each of its threads. The program prints how
-many children there were.
+example torch, is imported first. A child that hangs prints the stack of each of its threads.
 """
 
 import faulthandler
@@ -49,9 +48,9 @@ def main(seed, count, *packages):
             )
             found += [output, *seen]
         found.append(sightline.attention(x, x, x, mask=i >= j, kernel="cpu", threads=2))
-        problem = make_problem(x, x, x, mask=masks[0], score=s - table(slopes)[h] * abs(i - j))
-        result = Cpu().run(problem, 2)
-        gradients = Cpu().backward(problem, GivenGradients(result.output, None, (result.output, result.lse), [0, 1]), 2)
+        problem = make_problem(x, x, x, mask=masks[0], score=s - table(slopes)[h] * abs(i - j), threads=2)
+        result = Cpu().run(problem)
+        gradients = Cpu().backward(problem, GivenGradients(result.output, None, (result.output, result.lse), [0, 1]))
         return [*found, gradients.query, gradients.key, gradients.value]
 
     expected = attend()

@@ -18,7 +18,7 @@ from sightline.reference.definition import backward as reference_backward
 from sightline.reference.definition import compute_stages
 from sightline.reference.dropout import keep_factor
 from sightline.reference.streaming import backward as streaming_backward
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from strategies import DTYPES, to_torch
 
 NAMES = ("query", "key", "value")
@@ -67,7 +67,7 @@ def by_cpu(problem, d_output, d_lse, _, answer=None):
     answer = Cpu().run(problem) if answer is None else answer
     wanted_tables = range(len(problem.tables))
     given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables)
-    found, again = (Cpu().backward(problem, given, threads) for threads in (2, 3))
+    found, again = (Cpu().backward(replace(problem, threads=threads), given) for threads in (2, 3))
     if found is not None:
         for one, other in zip(entries(found), entries(again), strict=True):
             assert one is other is None or np.array_equal(to_numpy(one), to_numpy(other))
@@ -113,7 +113,6 @@ def check(case, framework="numpy", differentiate=by_streaming, has_lse=True):
     """Check gradients of output and lse, and with streaming also of weights, in one framework or in several.
 
     Without `has_lse`, the gradient of lse is 0. The tables are constants if `differentiate` returns no `tables`.
-
     The budget comes from the error of a plain computation. A second set of seeds adds to the plain error, since a sum
     of few terms may have no error by chance. Kernels read the output as stored, possibly in 16 bits, and the plain
     computation has it unrounded, so the effect of this rounding is added. In float64, the oracle has the same rounding

@@ -6,8 +6,7 @@ A guard page cannot be read or written. Query, key, value, tables, outputs and g
 every second call an array ends at a guard page, and in the others it begins at one. Each problem runs the forward pass,
 the backward pass and a weights pass, and the problems have every dtype. COUNT calls of `repeated_calls` follow, each
 repeated until it is direct and then with other lengths; their tables, masks and sinks are between guard pages too. With
-PAST, keys and values of the problems claim PAST more rows than they have, so that a test can check that the guard pages
-detect reads outside an array.
+PAST, keys and values of the problems claim PAST more rows than they have, to test that guard pages detect such reads.
 """
 
 import ctypes
@@ -93,7 +92,7 @@ def random_problem(rng, memory, past):
         {"dropout": 0.3, "seed": 7, "sinks": rng.normal(size=G * group)},
         {"scale": -0.5, "mask": table(memory.copy(rng.random((n, m)) < 0.6))[i, j], "score": s * 2 + bias},
     ][rng.integers(8)]
-    return make_problem(q, k, v, **options)
+    return make_problem(q, k, v, threads=2, **options)
 
 
 def statistic(rng, problem, lse):
@@ -127,13 +126,13 @@ def main(seed, count, past=0):
         problem = random_problem(rng, memory, past)
         np.empty = empty
         try:
-            answer = kernel.run(problem, 2)
+            answer = kernel.run(problem)
             d_output, d_lse = (
                 memory.copy(rng.normal(size=x.shape).astype(x.dtype)) for x in (answer.output, answer.lse)
             )
             wanted_tables = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
             given = GivenGradients(d_output, d_lse, (answer.output, answer.lse), wanted_tables)
-            found = kernel.backward(problem, given, 2)
+            found = kernel.backward(problem, given)
             assert found is not None
             seen = statistic(rng, problem, memory.copy(answer.lse))
             assert seen is not None

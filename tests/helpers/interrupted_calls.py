@@ -5,8 +5,7 @@
 
 `timer` raises KeyboardInterrupt COUNT times from a signal handler, after random times. `bytecode` raises
 KeyboardInterrupt once before every bytecode instruction that the calling thread executes in `thread_team.call` (`team`)
-or in `attention` (`attention`). A call that hangs ends the program with the stack of every thread. The program prints
-how many interrupts there were.
+or in `attention` (`attention`). A call that hangs ends the program with all stacks. It prints the number of interrupts.
 """
 
 import faulthandler

@@ -63,7 +63,7 @@ def register_alone(monkeypatch, target):
     """
     monkeypatch.setattr(custom_call, "TARGET", target)
     monkeypatch.setattr(custom_call, "_entries", custom_call.DirectEntries())
-    monkeypatch.setattr(primitives, "register", custom_call.register.__wrapped__)
+    monkeypatch.setattr(primitives, "register_custom_call", custom_call.register_custom_call.__wrapped__)
 
 
 RUNS = {"jax": run_eager, "compiled jax": run_jit}

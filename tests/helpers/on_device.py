@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sightline.formula.expression import Expression, table_lookup
-from sightline.gpu.refusals import MIN_TRITON_VERSION_BY_DTYPE, triton_version
+from sightline.gpu import MIN_TRITON_VERSION_BY_DTYPE, triton_version
 from triton_interpreter import INTERPRETED
 
 __all__ = ["DEVICE", "OnDevice", "moved", "skip_unsupported"]
@@ -23,14 +23,14 @@ class OnDevice:
     def __getattr__(self, name):
         return getattr(self.kernel, name)
 
-    def run(self, problem, threads=None):
+    def run(self, problem):
         skip_unsupported(problem.dtype)
-        result = self.kernel.run(self.move_problem(problem), threads)
-        return moved(replace(result, recorded_call=None), problem.query.device)
+        result = self.kernel.run(self.move_problem(problem))
+        return moved(replace(result, repeatable=None), problem.query.device)
 
     def backward(self, problem, *given):
         found = self.kernel.backward(self.move_problem(problem), *(moved(each, self.device) for each in given))
-        return None if found is None else moved(replace(found, recorded_call=None), problem.query.device)
+        return None if found is None else moved(replace(found, repeatable=None), problem.query.device)
 
     def move_problem(self, problem):
         """Return the problem with its arrays and the tables of its formulas, also of statistics, on the device."""

@@ -23,7 +23,7 @@ from sightline.call.kernel import Gradients
 from sightline.errors import SightlineError
 from sightline.reference.accuracy import NUM_ORDERS, compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import LAYOUTS, assert_within_budget
+from sightline.reference.testing import LAYOUTS, assert_within_budget
 from strategies import Case, to_torch
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -75,8 +75,6 @@ TABLE_DTYPES = {
 class Contents:
     """Draws the arrays of one call of a `Repetition`, in the order in which the formulas ask for them.
 
-    Attributes
-    ----------
     B, H, n, m : the extent
     few : the length of the tables whose length follows from nothing else
     index : a constant index, the same in every call of a repetition

@@ -4,7 +4,7 @@ import numpy as np
 
 from sightline import merge
 from sightline.call.kernel import Result
-from sightline.partition.parts import part_of
+from sightline.call.partition.parts import part_of
 from strategies import dense_mask
 
 

@@ -22,6 +22,8 @@ from scipy.signal import resample_poly
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from tiny_models import draw_weights
+
 RATE = 16_000
 RENAMED = {  # names of CTranslate2 and of transformers, in the order in which they are replaced
     "/": ".",
@@ -104,10 +106,7 @@ def make_tiny_whisper(seed, alignment_heads):
         task_to_id={name: vocabulary[f"<|{name}|>"] for name in ("transcribe", "translate")},
     ).double()
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-        model.proj_out.weight[vocabulary["<|endoftext|>"]] *= 3  # sequences end after different lengths
+        draw_weights(model).proj_out.weight[vocabulary["<|endoftext|>"]] *= 3  # sequences end after different lengths
     return model, processor
 
 

@@ -15,8 +15,8 @@ from sightline.call.problem import Problem
 from sightline.formula.evaluate_array import evaluate_at, evaluate_dense
 from sightline.reference.accuracy import dense_attention, summation_orders
 from sightline.reference.definition import compute_stages
+from sightline.reference.testing import assert_within_budget
 from sightline.statistics import arrays_of, solve_selections_separately
-from sightline.testing import assert_within_budget
 from strategies import Case, generators, masks, scores
 
 

@@ -13,7 +13,7 @@ import sightline
 from sightline import b, h, i, j, m, n, s, table, where
 from sightline.api.kernels import KERNELS
 from sightline.call.problem import Problem, make_problem
-from sightline.testing import LAYOUTS
+from sightline.reference.testing import LAYOUTS
 
 # kernels for arrays of the host, and all masks
 ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name not in ("triton", "gather"))

@@ -17,5 +17,5 @@ class Choosy(Kernel):
     def cost(self, problem):
         return self._cost
 
-    def run(self, problem, threads=None):
+    def run(self, problem):
         raise AssertionError("not to be run")

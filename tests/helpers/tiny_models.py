@@ -121,14 +121,27 @@ def make_model(name, **changes):
     family, head = class_name.split()
     config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
     torch.manual_seed(20170612)
-    model = getattr(transformers, family.removesuffix("Text" * (head != "Model")) + head)(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-            elif weight.shape == (4,):  # sinks
-                weight.normal_()
+    return draw_weights(getattr(transformers, family.removesuffix("Text" * (head != "Model")) + head)(config).eval())
+
+
+@torch.no_grad()
+def draw_weights(model):
+    """Draw the entries of matrices and of sinks, and return the model."""
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+        elif weight.shape == (4,):  # sinks
+            weight.normal_()
     return model
+
+
+@torch.no_grad()
+def make_assistant(model):
+    """Return a model that drafts tokens for this one, with nearly the same parameters."""
+    assistant = copy.deepcopy(model)
+    for weight in assistant.parameters():
+        weight.mul_(1 + 0.2 * torch.randn_like(weight))
+    return assistant
 
 
 @dataclass

@@ -24,8 +24,8 @@ def calls(draw):
     return shapes, {"is_causal": kind == "causal", "scale": scale, "enable_gqa": gqa}, mask
 
 
-def drawn(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+def drawn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=dtype)
 
 
 def run_call(function, dtype, shapes, options, mask):

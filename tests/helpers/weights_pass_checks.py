@@ -20,13 +20,13 @@ def compute(problem, lse, *statistics, threads=2, processor=HOST):
         return None
     if 0 in problem.extent:  # there is no pass if there is nothing to compute
         return list(Cpu().run(problem.with_statistics(*statistics)).seen)
-    passes, found = bind_passes(replace(problem, see=statistics), statistics, processor), {}
+    passes, found = bind_passes(replace(problem, see=statistics, threads=threads), processor), {}
     if not passes:
         return None
-    kinds = [getattr(x, "axes", "") for x in statistics]  # one pass computes one grid of cells and one top_k
+    kinds = ["" if isinstance(x, TopK) else x.axes for x in statistics]  # a pass has one grid of cells and one top_k
     assert len(passes) == max(kinds.count("ij"), kinds.count(""), 1)
     for bound in passes:
-        found |= zip(bound[1].indices, run_first(problem, lse, bound, threads), strict=True)
+        found |= zip(bound[1].indices, run_first(problem, lse, bound), strict=True)
     return [tuple(arrays) if len(arrays) > 1 else arrays[0] for _, arrays in sorted(found.items())]
 
 

@@ -18,7 +18,7 @@ from sightline.call.kernel import Result
 from sightline.call.problem import make_problem
 from sightline.errors import DtypeError
 from sightline.jax import array_operations, dispatch
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from strategies import cases
 
 pytestmark = pytest.mark.wide
@@ -60,7 +60,7 @@ def by_operations(monkeypatch):
 
     def attention(*given, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "attention", array_operations.attend)
+            patch.setattr(dispatch, "bind_attention", array_operations.compute)
             return sightline.attention(*given, **options)
 
     return attention
@@ -234,7 +234,7 @@ FAULTS = {
         "received",
     ),
     "a mean that is a sum": (
-        Fault(array_operations._join_blocks, "unwrapped.divide(joined[0], problem.n, problem.m)", "joined[0]"),
+        Fault(array_operations._join_blocks, "of.divide(joined[0], problem.n, problem.m)", "joined[0]"),
         "mean received",
     ),
     "a cell too far": (Fault(array_operations._Blocks.pool, "at - start", "at + 1 - start"), "pooled"),
@@ -248,6 +248,6 @@ def test_every_fault_is_found(fault, operands, monkeypatch):
     monkeypatch.setattr(array_operations, "BLOCK_ELEMENTS", 4 * B * H * N)
     options = {"see": [STATISTICS[statistic]]}
     expected = sightline.attention(*operands, **options)
-    monkeypatch.setattr(dispatch, "attention", array_operations.attend)
+    monkeypatch.setattr(dispatch, "bind_attention", array_operations.compute)
     with pytest.raises(AssertionError, match="tolerance"):
         assert_close(sightline.attention(*operands, **options), expected)

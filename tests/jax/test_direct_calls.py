@@ -16,7 +16,7 @@ from jax_kernel import enable_x64, register_alone
 from sample_calls import bits
 from sightline import b, h, i, j, s, table
 from sightline.call import call_cache
-from sightline.cpu.calls import xla_direct_call
+from sightline.cpu.calls import xla_handler
 from sightline.cpu.calls.xla_handler import XlaHandler
 from sightline.jax import custom_call, dot_product_attention
 from sightline.jax.xla_calls import parse_call
@@ -180,14 +180,10 @@ FAULTS = {
     "key in place of query": Fault(XlaHandler.build, COPY, f"{COPY}; buffers.store(buffers.at(8).load(INT64))"),
     "key in place of value": Fault(XlaHandler.build, COPY, f"{COPY}; buffers.at(16).store(buffers.at(8).load(INT64))"),
     "the keys as values": Fault(
-        xla_direct_call.XlaDirectCall.write_words,
-        "self.buffers.at(index * 8)",
-        "self.buffers.at((index - (index == 2).to(INT64)) * 8)",
+        XlaHandler.write_words, "self.buffers.at(index * 8)", "self.buffers.at((index - (index == 2).to(INT64)) * 8)"
     ),
-    "lse as it was": Fault(xla_direct_call.XlaDirectCall.write_lse, "lse.at(row * 4).store(number.to(FLOAT))", "pass"),
-    "an entry of another text": Fault(
-        xla_direct_call.XlaDirectCall.is_entry_of, "(difference == 0) & (own == current)", "own == current"
-    ),
+    "lse as it was": Fault(XlaHandler.write_lse, "lse.at(row * 4).store(number.to(FLOAT))", "pass"),
+    "an entry of another text": Fault(XlaHandler.is_entry_of, "(difference == 0) & (own == current)", "own == current"),
 }
 
 
@@ -196,7 +192,7 @@ def test_every_fault_is_seen(fault, draw, monkeypatch, fresh_kernels):
     """All texts of one length have the same hash."""
     if fault is not None:
         plant(FAULTS[fault], monkeypatch)
-    monkeypatch.setattr(xla_direct_call, "PRIME", 0)
+    monkeypatch.setattr(xla_handler, "PRIME", 0)
     register_alone(monkeypatch, f"sightline direct: {fault}")
     if fault is None:
         check_all(draw)

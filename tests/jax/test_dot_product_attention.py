@@ -14,7 +14,7 @@ from sightline import b, h, i, j, s, table
 from sightline.call.kernel import Gradients, Result
 from sightline.errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError, SightlineError
 from sightline.jax import dot_product_attention
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from strategies import Case
 
 B, T, S, N, K, H = 2, 13, 19, 6, 3, 8

@@ -28,7 +28,7 @@ from sightline.jax import dispatch, primitives, xla_calls
 from sightline.jax.options import PrimitiveOptions
 from sightline.reference.accuracy import gradient_term_sizes, summation_orders
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from strategies import to_torch
 
 pytestmark = pytest.mark.sampled(one_in=5)
@@ -573,7 +573,7 @@ def test_explain_names_the_kernel_of_the_program(operands):
 
 def test_explain_says_why_no_kernel_serves_another_device(operands):
     tpu = SimpleNamespace(devices=lambda: [SimpleNamespace(platform="tpu")])
-    explained = dispatch.explain(tpu, make_problem(*map(np.asarray, operands), mask=i >= j), None, False)
+    explained = dispatch.explain(tpu, make_problem(*map(np.asarray, operands), mask=i >= j), False)
     assert explained.kernel == "jax"
     assert "'tpu'" in explained.refusals["cpu"][0]
     assert "operations of JAX" in str(explained)
@@ -603,6 +603,8 @@ def test_bad_arguments_are_errors_while_the_program_is_traced(operands):
         jax.export.export(jax.jit(attend))(symbolic, symbolic, symbolic)
     with pytest.raises(ShapeError):
         jax.jit(lambda *given: sightline.attention(*given, mask=jnp.ones((N, N + 1), bool)))(*operands)
+    with pytest.raises(ShapeError, match="total_repeat_length"):
+        jax.jit(lambda lengths: attend(*operands, mask=sightline.documents(lengths=lengths)))(jnp.array([3, N - 3]))
     with pytest.raises(SightlineError, match="all from NumPy, torch or JAX, or from one"):
         sightline.attention(query, np.asarray(key), value)
     with pytest.raises(ParameterError, match="scale of dtype bool"):
@@ -615,7 +617,7 @@ def test_a_program_has_the_text_of_its_call(operands):
     assert "XlaForward" in program
     shape = list(operands[0].shape)
     types = tuple([xla_calls.ArrayType(operands[0].shape, "float32")] * 3)
-    spec, _ = CallSpec.of(make_problem(*map(np.asarray, operands), mask=i >= j), threads=2)
+    spec, _ = CallSpec.of(make_problem(*map(np.asarray, operands), mask=i >= j, threads=2))
     call = xla_calls.XlaForward(PrimitiveOptions(spec, ()), types, types[:1])
     _, values = json.loads(call.to_text())
     assert values["arguments"][0] == [shape, "float32", False]

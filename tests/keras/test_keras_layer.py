@@ -15,7 +15,7 @@ from sightline.errors import ParameterError, ShapeError
 from sightline.keras import ScaledDotProductAttention
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by Keras
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from keras_tensors import gradients, numbers, tensor
 from sightline.errors import KernelRefusedError, ParameterError, ShapeError
 from sightline.keras import MultiHeadAttention
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 BACKEND = keras.backend.backend()
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by Keras

@@ -299,6 +299,7 @@ def check_steps(kind="numpy"):
     return cache
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_steps_after_an_eviction(kind):
     cache = check_steps(kind)
@@ -312,6 +313,7 @@ EVEN = np.array([[[0, 3, 5, 11], [2, 6, 10, 11]], [[1, 2, 3, 4], [0, 4, 8, 9]]])
 LISTS = np.array([[[[0, 2]], [[1, 2]], [[2, -1]], [[0, 1]]]])
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("kept", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", ["documents", "padding", "dense", "bias", "blocks", "function"])
 def test_tables_by_position_after_an_eviction(name, kept, rng):

@@ -33,10 +33,6 @@ def arrays(rng, dtype="float32", kind="numpy", batch=B, length=T):
     return [to_torch(x) for x in found] if kind == "torch" else found
 
 
-def numpy_of(array):
-    return array if isinstance(array, np.ndarray) else to_numpy(array)
-
-
 def assert_attends(output, query, key, value, mask, rows=slice(None)):
     """Raise AssertionError unless `output` has these rows of attention on the whole sequences, within the budget."""
     assert_solves(output, make_problem(query, key, value, mask=mask), rows)
@@ -94,9 +90,9 @@ def test_a_cache_of_a_narrower_dtype(rng, dtype, kind):
     cache = filled_cache(*whole[1:], dtype=dtype)
     cache.append(*whole[1:], lengths=[1, 3, 5])
     assert cache.dtype == dtype
-    cast = [numpy_of(x).astype(DTYPES[dtype]) for x in whole]
+    cast = [to_numpy(x).astype(DTYPES[dtype]) for x in whole]
     assert str(cache.key.dtype).endswith(dtype)
-    stored = [numpy_of(x).astype(np.float64) for x in (cache.key, cache.value)]
+    stored = [to_numpy(x).astype(np.float64) for x in (cache.key, cache.value)]
     for found, x in zip(stored, cast[1:], strict=True):
         assert np.array_equal(found[:, :, :T], x.astype(np.float64))
         assert np.array_equal(found[2, :, T:], x.astype(np.float64)[2, :, :5])
@@ -133,14 +129,14 @@ def test_prompts_of_different_lengths_then_one_token_each(rng, padding, kind):
     steps = 6
     after = []
     for t in range(steps):
-        token = [np.stack([numpy_of(x)[b, :, c + t : c + t + 1] for b, c in enumerate(LENGTHS)]) for x in whole]
+        token = [np.stack([to_numpy(x)[b, :, c + t : c + t + 1] for b, c in enumerate(LENGTHS)]) for x in whole]
         token = [to_torch(x) for x in token] if kind == "torch" else token
         cache.append(*token[1:])
-        after.append(numpy_of(sightline.attention(token[0], cache, mask=sightline.causal())))
+        after.append(to_numpy(sightline.attention(token[0], cache, mask=sightline.causal())))
     for b, count in enumerate(LENGTHS):
-        one = [numpy_of(x)[b : b + 1] for x in whole]
+        one = [to_numpy(x)[b : b + 1] for x in whole]
         real = slice(0, count) if padding == "right" else slice(PADDED - count, PADDED)
-        found = numpy_of(output)[b : b + 1]
+        found = to_numpy(output)[b : b + 1]
         if count:
             assert_attends(found[:, :, real], *one, mask=i >= j, rows=slice(0, count))
         assert not np.delete(found, np.r_[real], axis=2).any()  # padding queries give 0, not NaN
@@ -201,12 +197,12 @@ def test_rejected_drafts_have_no_effect(rng, kind):
     queries, counts = np.zeros((B, H, 7, D_K), np.float32), [4, 6, 7]
     for b, count in enumerate(counts):
         for new, x in zip((queries, *rest), (query, key, value), strict=True):
-            new[b, :, :count] = numpy_of(x)[b, :, 12 - count : 12]
+            new[b, :, :count] = to_numpy(x)[b, :, 12 - count : 12]
     queries, *rest = (to_torch(x) for x in (queries, *rest)) if kind == "torch" else (queries, *rest)
     cache.append(*rest, lengths=counts)
-    output = numpy_of(sightline.attention(queries, cache, mask=sightline.causal()))
+    output = to_numpy(sightline.attention(queries, cache, mask=sightline.causal()))
     for b, count in enumerate(counts):
-        one = [numpy_of(x)[b : b + 1] for x in (query, key, value)]
+        one = [to_numpy(x)[b : b + 1] for x in (query, key, value)]
         assert_attends(output[b : b + 1, :, :count], *one, mask=i >= j, rows=slice(12 - count, 12))
 
 
@@ -225,14 +221,14 @@ def test_beams(rng, kind):
     for b, of in enumerate(origin):
         history = [
             np.concatenate(
-                [numpy_of(x)[:1, :, :6], numpy_of(x)[of : of + 1, :, 6:8], numpy_of(x)[b : b + 1, :, 8:9]], 2
+                [to_numpy(x)[:1, :, :6], to_numpy(x)[of : of + 1, :, 6:8], to_numpy(x)[b : b + 1, :, 8:9]], 2
             )
             for x in (key, value)
         ]
-        assert_attends(numpy_of(output)[b : b + 1], numpy_of(query)[b : b + 1, :, 8:9], *history, mask=None)
+        assert_attends(to_numpy(output)[b : b + 1], to_numpy(query)[b : b + 1, :, 8:9], *history, mask=None)
     cache.reorder([1])
     again = sightline.attention(query[1:2, :, 8:9], cache, mask=sightline.causal())
-    assert np.array_equal(numpy_of(again), numpy_of(output)[1:2])
+    assert np.array_equal(to_numpy(again), to_numpy(output)[1:2])
 
 
 def test_reorder_writes_only_sequences_that_move(rng):
@@ -241,7 +237,7 @@ def test_reorder_writes_only_sequences_that_move(rng):
     cache = filled_cache(key, value)
     own = cache.key
     before = own.copy()
-    cache._storage.key[1].setflags(write=False)
+    cache.storage.key[1].setflags(write=False)
     cache.reorder([2, 1, 0])
     assert np.shares_memory(cache.key, own)
     assert np.array_equal(cache.key, before[[2, 1, 0]])
@@ -293,7 +289,7 @@ def test_lengths_and_indices_of_every_integer_dtype(rng, dtype, kind):
     assert found.lengths.tolist() == expected.lengths.tolist() == [7, 4]
     assert found.positions(np.array(2, dtype)[()]).tolist() == [[5, 6], [2, 3]]
     for ours, theirs in ((found.key, expected.key), (found.value, expected.value)):
-        assert np.array_equal(numpy_of(ours), numpy_of(theirs))
+        assert np.array_equal(to_numpy(ours), to_numpy(theirs))
 
 
 @pytest.mark.parametrize("largest", [2**63 - 1, 2**63, 2**64 - 1])
@@ -369,10 +365,10 @@ def test_attention_reads_the_storage_without_a_copy(rng, kind):
     query, key, value = arrays(rng, kind=kind)
     cache = filled_cache(key, value, lengths=[T, 3, 4], capacity=3 * T)
     problem = cache_problem(query, cache)
-    for posed, storage in ((problem.key, cache._storage.key), (problem.value, cache._storage.value)):
-        assert np.shares_memory(numpy_of(posed), numpy_of(storage))
-        assert numpy_of(posed).strides == numpy_of(storage).strides
-    rows = numpy_of(cache.key)[1, 1]
+    for posed, storage in ((problem.key, cache.storage.key), (problem.value, cache.storage.value)):
+        assert np.shares_memory(to_numpy(posed), to_numpy(storage))
+        assert to_numpy(posed).strides == to_numpy(storage).strides
+    rows = to_numpy(cache.key)[1, 1]
     assert rows.flags.c_contiguous  # the positions of a head are contiguous
 
 
@@ -415,11 +411,11 @@ def test_copies_share_their_storage_until_one_writes(rng, kind, change):
     assert len({address(one) for one in everyone}) == 1
     for writer in everyone:
         others = [one for one in everyone if one is not writer]
-        before = [(numpy_of(one.key).copy(), numpy_of(one.value).copy()) for one in others]
+        before = [(to_numpy(one.key).copy(), to_numpy(one.value).copy()) for one in others]
         CHANGES[change](writer, -key)
         for one, stored in zip(others, before, strict=True):
-            assert np.array_equal(numpy_of(one.key), stored[0])
-            assert np.array_equal(numpy_of(one.value), stored[1])
+            assert np.array_equal(to_numpy(one.key), stored[0])
+            assert np.array_equal(to_numpy(one.value), stored[1])
     assert len({address(one) for one in everyone}) == len(everyone)
     own = address(cache)
     cache.append(key[: len(cache.lengths), :, :1], value[: len(cache.lengths), :, :1])
@@ -427,7 +423,7 @@ def test_copies_share_their_storage_until_one_writes(rng, kind, change):
 
 
 def address(cache):
-    return numpy_of(cache.key).__array_interface__["data"][0]
+    return to_numpy(cache.key).__array_interface__["data"][0]
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -440,17 +436,17 @@ def test_the_last_positions(rng, kind, capacity, lengths):
         found = cache.last(count, capacity=capacity)
         first = max(T - count, 0)
         assert found.lengths.tolist() == [max(length - first, 0) for length in lengths]
-        assert np.array_equal(numpy_of(found.key), numpy_of(cache.key)[:, :, first:])
-        assert np.array_equal(numpy_of(found.value), numpy_of(cache.value)[:, :, first:])
+        assert np.array_equal(to_numpy(found.key), to_numpy(cache.key)[:, :, first:])
+        assert np.array_equal(to_numpy(found.value), to_numpy(cache.value)[:, :, first:])
         assert np.array_equal(found.positions(), np.maximum(cache.positions() - first, -1))
         if capacity is None:
-            assert np.shares_memory(numpy_of(found.key), numpy_of(cache.key)) == (count > 0)
+            assert np.shares_memory(to_numpy(found.key), to_numpy(cache.key)) == (count > 0)
         else:
             assert found.capacity == max(capacity, found.max_length)
-        before = numpy_of(cache.key).copy(), cache.lengths
+        before = to_numpy(cache.key).copy(), cache.lengths
         found.append(-key, -value)
         found.truncate(1)
-        assert np.array_equal(numpy_of(cache.key), before[0])
+        assert np.array_equal(to_numpy(cache.key), before[0])
         assert np.array_equal(cache.lengths, before[1])
     with pytest.raises(ParameterError, match="count=-1"):
         cache.last(-1)
@@ -675,7 +671,7 @@ FAULTS = {
     "the only query taken for the last": Fault(StoredRows.rewriting, "count == 1", "count"),
     "written from the first row": Fault(KVCache.append, "used[:, None] + rows", "rows"),
     "beams keep their lengths": Fault(KVCache.reorder, "self._lengths[order]", "self._lengths"),
-    "truncation that does nothing": Fault(KVCache.truncate, "np.minimum(self._lengths, new_lengths)", "self._lengths"),
+    "truncation that does nothing": Fault(KVCache.truncate, "np.minimum(self._lengths, limits)", "self._lengths"),
 }
 
 

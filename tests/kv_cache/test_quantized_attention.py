@@ -11,7 +11,7 @@ from filled_caches import PAIR, assert_attends, assert_stores, filled_cache, ran
 from sightline import KVCache, i, j, s
 from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED
-from sightline.cpu.codegen.packed_rows import PackedFormat
+from sightline.cpu.codegen.formats import PackedFormat
 from sightline.cpu.kernels.decode import Decode
 from sightline.cpu.kernels.decode_rows import DecodeRows
 from sightline.cpu.kernels.quantize import Quantize
@@ -33,7 +33,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=11)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
@@ -53,7 +53,7 @@ def test_attention_is_exact_on_the_stored_numbers(rng, dtype, call):
         assert np.array_equal(to_numpy(sightline.attention(to_torch(query), tensors, **options)), output)
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=7)
 @pytest.mark.parametrize("count", [1, 150])
 @pytest.mark.parametrize("query_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
@@ -67,6 +67,7 @@ def test_narrow_queries(rng, dtype, query_dtype, count):
     assert_attends(output, query.float(), *cache.dequantized(), mask=mask)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
 def test_every_kernel_reads_the_codes(rng, dtype, kernel):
@@ -91,7 +92,7 @@ STATISTICS = {
 }
 
 
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.sampled(one_in=19)
 @pytest.mark.parametrize("count", [1, 70])
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("dtype", [*QUANTIZED, PAIR])
@@ -210,6 +211,7 @@ def test_the_unchanged_cache_passes():
     check_cache()
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch, fresh_kernels):
     if "pair" in fault and not machine_for(HOST, "bfloat16").has_bf16_dot:

@@ -14,7 +14,7 @@ from sightline.call.problem import OPERANDS, make_problem
 from sightline.cpu.launch.backward import find_table_gradients
 from sightline.reference.accuracy import summation_orders
 from sightline.reference.definition import backward, compute_stages, forward
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
 
 pytestmark = pytest.mark.sampled(one_in=3)

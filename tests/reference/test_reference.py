@@ -12,7 +12,7 @@ from sightline.cpu import Cpu
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages, forward, nan_safe_matmul
 from sightline.reference.streaming import Streaming
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 
 
 def test_a_case_worked_by_hand():

@@ -23,7 +23,7 @@ import sightline
 from fault_planting import Fault, plant
 from sightline import watch
 from sightline.errors import FormulaError, ParameterError
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import SelfAttention, replacing
 from sightline.torch.watching import attention_finder, running_modules
 from sightline.torch.watching.attention_finder import FINDER

@@ -11,7 +11,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.reference.accuracy import compute_baseline, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import ScaledDotProductAttention, replacing, scaled_dot_product_attention
 
 pytestmark = [

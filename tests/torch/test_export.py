@@ -9,13 +9,10 @@ from torch.export import Dim
 import sightline
 from sightline import b, h, i, j, s, table
 from sightline.torch import MultiHeadAttention
+from torch_calls import drawn
 from watched_modules import Calling
 
 B, N = Dim("B"), Dim("N")
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Padded(torch.nn.Module):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as torch_flex
 
 import sightline
@@ -21,7 +22,7 @@ from sightline.errors import FormulaError, MaskError, ParameterError, ShapeError
 from sightline.formula.tile_ranges import find_blocks
 from sightline.reference.accuracy import compute_baseline, gradient_term_sizes, term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import dispatch, flex
 from sightline.torch.flex import and_masks, create_block_mask, flex_attention, noop_mask, or_masks
 
@@ -300,7 +301,7 @@ def test_layers_that_share_a_mask_repeat_a_cached_call(monkeypatch):
         raise AssertionError("a conversion, or the full dispatch")
 
     monkeypatch.setattr(dispatch, "run", refuse)
-    monkeypatch.setattr(call_cache, "insert", refuse)
+    monkeypatch.setattr(call_cache.FirstCall, "store", refuse)
     monkeypatch.setattr("sightline.formula.from_function.to_formula", refuse)
     assert torch.equal(flex_attention(query, key, value, block_mask=mask), first)
     assert not torch.equal(flex_attention(key, query, value, block_mask=mask), first)
@@ -466,8 +467,8 @@ def test_programs_that_compile_the_functions():
 def test_masks_of_one_form_share_a_compiled_graph():
     """Another document in every step, and another length: one graph, and one more when lengths become symbols."""
     torch.compiler.reset()  # the tests share the code that they compile
-    graphs = []
-    compiled = torch.compile(flex_attention, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    counter = CompileCounter()
+    compiled = torch.compile(flex_attention, backend=counter, fullgraph=True)
     for step in range(12):
         document = torch.arange(70 + step) // (10 + step)
         mask = create_block_mask(
@@ -476,7 +477,7 @@ def test_masks_of_one_form_share_a_compiled_graph():
         query, key, value, _ = operands(70 + step)
         found, expected = (attend(query, key, value, block_mask=mask) for attend in (compiled, flex_attention))
         assert torch.equal(found, expected)
-    assert len(graphs) == 2
+    assert counter.frame_count == 2
 
 
 def test_transforms_of_torch_func():

@@ -9,7 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from sightline import i, j
 from sightline.errors import MaskError, ParameterError, ShapeError
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import scaled_dot_product_attention
 from torch_calls import calls, drawn, run_call
 

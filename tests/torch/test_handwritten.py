@@ -15,7 +15,7 @@ import sightline
 from fault_planting import Fault, assert_found
 from sightline import watch
 from sightline.errors import ParameterError
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch.watching import attention_finder, handwritten
 from softmax_capture import Softmaxes
 from watched_modules import record

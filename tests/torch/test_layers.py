@@ -14,14 +14,11 @@ from sightline import i, j, padding
 from sightline.call.problem import make_problem
 from sightline.errors import MaskError, ParameterError, ShapeError
 from sightline.reference.accuracy import compute_baseline
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional
+from torch_calls import drawn
 
 pytestmark = pytest.mark.sampled(one_in=5)
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def agrees(layer, tensors, mask, hide, scale=None):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import sightline
 from fault_planting import Fault, assert_found
 from monitored_models import CausalModel, define, make_batch
 from sightline.api import functions
 from sightline.errors import MissingExtraError, ParameterError
-from sightline.monitoring import StepSums
+from sightline.statistics.monitoring import StepSums
 from sightline.torch.watching import model_monitor
 from watched_modules import Calling
 
@@ -187,21 +188,15 @@ def test_statistics_are_those_of_autocast():
 
 
 def test_chosen_steps_compile_nothing_again():
-    model, batch = CausalModel(), make_batch(1)
-    compiled = []
-
-    def backend(graph, _):
-        compiled.append(graph)
-        return graph.forward
-
-    program = torch.compile(model, backend=backend)
+    model, batch, counter = CausalModel(), make_batch(1), CompileCounter()
+    program = torch.compile(model, backend=counter)
     monitor = sightline.AttentionMonitor(program, every=2)
     program(batch).sum().backward()
-    before = len(compiled)
+    before = counter.frame_count
     for number in range(6):
         with monitor.step(number):
             program(batch).sum().backward()
-    assert len(compiled) == before > 0
+    assert counter.frame_count == before > 0
     assert len(monitor.history) == 3
     assert_numbers(monitor.history[-1], define(model, [batch]))
 

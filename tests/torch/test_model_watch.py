@@ -10,12 +10,12 @@ from torch import nn
 
 import sightline
 from fault_planting import Fault, assert_found
-from sightline import i, j, recording, watch
+from sightline import i, j, watch
 from sightline.errors import ParameterError
-from sightline.recording import Call, Seen
-from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
-from sightline.torch import layer_calls as hooks
+from sightline.reference.testing import assert_within_budget
+from sightline.statistics import recording
+from sightline.statistics.recording import Call, Seen
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, layer_calls
 from sightline.torch.watching.attention_finder import FINDER
 from watched_modules import Calling, make_encoder, record
 
@@ -100,7 +100,7 @@ def test_watch_contexts_exit_in_any_order(transformer, x):
     assert [len(recording) for recording in seen] == [1, 2]
     second.__exit__(None, None, None)
     assert (type(layer.self_attn), transformer.encoder.use_nested_tensor) == before
-    assert not hooks._ORIGINALS
+    assert not layer_calls._ORIGINALS
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import scaled_dot_product_attention
 
 LENGTHS, KEY_LENGTHS = (70, 1, 0, 130), (3, 64, 2, 131)

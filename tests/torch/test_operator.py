@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
@@ -19,11 +20,11 @@ from sightline.formula.expression import to_text
 from sightline.formula.tables import Table
 from sightline.reference.accuracy import compute_baseline, dense_attention, gradient_term_sizes
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch import scaled_dot_product_attention
 from sightline.torch.dispatch import kernels
-from sightline.torch.operator import attention as attention_operator
-from sightline.torch.operator import attention_backward, find_float_tables, read_arguments, to_arguments
+from sightline.torch.operator import attention_backward_op, find_float_tables, read_arguments, to_arguments
+from sightline.torch.operator import attention_op as attention_operator
 
 SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads share a key head, and d_v differs from d_k
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 2])
@@ -286,8 +287,7 @@ def test_errors_are_the_librarys_own(change, error):
 
 def test_the_refusals_of_fused():
     reasons = str(sightline.explain(*arrays(), mask=i >= j).refusals["fused"])
-    assert "on cpu" in reasons
-    assert "mask" in reasons
+    assert "on a GPU only" in reasons
     assert kernels()[0].name == "fused"
 
 
@@ -314,7 +314,7 @@ def test_tensors_without_elements():
 def make_arguments(name, see=(), grad=True):
     tensors = [x.requires_grad_(grad) for x in (*arrays(torch.float32), *learned(torch.float32))]
     problem = parse(*tensors[:3], Options(**PROBLEMS[name](*tensors[3:]), see=see))
-    given, spec = to_arguments(problem, torch.tensor(5) if problem.dropout else None, None, None)
+    given, spec = to_arguments(problem, torch.tensor(5) if problem.dropout else None)
     return *given, *spec
 
 
@@ -328,7 +328,7 @@ def test_opcheck(name):
     given = list(range(len(answer)))
     gradients = [torch.ones_like(x) for x in answer]
     torch.library.opcheck(
-        attention_backward._opoverload,
+        attention_backward_op._opoverload,
         (gradients, given, find_float_tables(*read_arguments(plain_arguments)), *answer[:2], *plain_arguments),
     )
 
@@ -394,22 +394,18 @@ def test_calls_compile_to_one_graph(name):
 def test_one_graph_serves_all_lengths_and_each_number_has_one():
     """Numbers of the call, and of formulas and statistics that are arguments."""
     torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
+    counter = CompileCounter()
 
     def call(x, w, mask, score, see):
         see = [*see, sightline.weights(), sightline.pooled(w, 2), sightline.received(last=w)]
         return sightline.attention(x, x, x, mask=mask, score=score - table(SLOPES)[h], scale=w / 2, see=see)
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     formulas = {w: (sightline.window(w), s * (w * 0.1), [sightline.top_k(w), sightline.mass(j < w)]) for w in (2, 3, 5)}
     calls = [(drawn(2, 4, length, 8), w, *formulas[w]) for length, w in ((5, 2), (6, 2), (9, 3), (70, 3), (8, 2))]
     for given, answer in [(given, call(*given)) for given in calls]:  # formulas keep what eager calls compute of them
         torch.testing.assert_close(compiled(*given), answer, rtol=0, atol=0, equal_nan=True)
-    assert len(graphs) == 2
+    assert counter.frame_count == 2
 
 
 @pytest.mark.soak

@@ -78,7 +78,7 @@ def test_patches_are_labelled_by_row_and_column(first, registers, expected):
     assert seen.labels(seen[0], 1) == (patches, patches)
     assert seen.labels(seen[1])[0] == [*expected, "0,0", "0,1"]
     assert seen.labels(seen[2])[0] == [str(k) for k in range(len(patches) - 1)]
-    assert {one.token for one in sightline.recording.Seen(seen[:1]).heaviest(count=99)} == set(patches)
+    assert {one.token for one in sightline.statistics.recording.Seen(seen[:1]).heaviest(count=99)} == set(patches)
     assert not vit.patch_embed._forward_pre_hooks
 
 

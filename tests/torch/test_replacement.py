@@ -11,7 +11,7 @@ from torch.backends import mha
 from torch.nn import functional
 
 import sightline.torch
-from sightline.torch.replacement import _attend as replacement_function
+from sightline.torch.replacement import replacing_attend as replacement_function
 from sightline.torch.replacement import torch_attention
 from tiny_models import make_inputs, make_model
 

@@ -1,6 +1,7 @@
 """Tests of `sightline.attention` under torch.func: each transformation agrees with that of the dense definition."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,16 +14,13 @@ import sightline
 from sightline import b, h, i, j, s, table
 from sightline.errors import KernelRefusedError, ParameterError, TableError
 from sightline.torch import MultiHeadAttention, batching, operator, scaled_dot_product_attention
+from torch_calls import drawn as drawn_float32
 
 # torch's own jvp uses it
 pytestmark = pytest.mark.filterwarnings(r"ignore:.torch\.jit:DeprecationWarning")
 
 H, G, N, M, D = 4, 2, 3, 5, 3
-
-
-def drawn(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+drawn = partial(drawn_float32, dtype=torch.float64)
 
 
 def operands(*lead, seed=0):
@@ -110,8 +108,8 @@ def calls(monkeypatch):
     """Count the calls of the operators."""
     made = []
     for name in ("attention", "attention_backward", "attention_tangent"):
-        own = getattr(operator, name)
-        monkeypatch.setattr(operator, name, lambda *x, own=own, name=name: (made.append(name), own(*x))[1])
+        own = getattr(operator, f"{name}_op")
+        monkeypatch.setattr(operator, f"{name}_op", lambda *x, own=own, name=name: (made.append(name), own(*x))[1])
     return made
 
 
@@ -161,8 +159,8 @@ def test_a_fault_in_the_batching_rule_is_found(monkeypatch):
 def test_arguments_that_are_not_mapped_are_not_copied(monkeypatch):
     ours, _, (query, key, value) = problem("causal")
     given = []
-    own = operator.attention
-    monkeypatch.setattr(operator, "attention", lambda *x: (given.extend(x[:3]), own(*x))[1])
+    own = operator.attention_op
+    monkeypatch.setattr(operator, "attention_op", lambda *x: (given.extend(x[:3]), own(*x))[1])
     torch.vmap(ours, in_dims=(0, None, None))(query, key[0], value[0])
     assert given[0].data_ptr() == query.data_ptr()
     assert given[1].data_ptr() == key.data_ptr()

@@ -16,7 +16,7 @@ from sightline.call.problem import make_problem
 from sightline.errors import ParameterError
 from sightline.reference.accuracy import compute_baseline
 from sightline.reference.definition import compute_stages
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from softmax_capture import Softmaxes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries use what torch deprecates

@@ -7,8 +7,9 @@ import transformers
 import sightline
 from sightline import watch
 from sightline.errors import ParameterError
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from softmax_capture import Softmaxes
+from tiny_models import draw_weights
 
 TEXT = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "pad_token_id": 0}
 TEXT |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 40}
@@ -35,12 +36,7 @@ def make(name):
     class_name, sizes, _ = MODELS[name]
     family, head = class_name.split()
     torch.manual_seed(0)
-    model = getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**sizes)).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-    return model
+    return draw_weights(getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**sizes)).eval())
 
 
 def make_inputs(name):

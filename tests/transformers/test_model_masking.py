@@ -9,7 +9,7 @@ import torch
 import sightline
 from sightline import b, h, i, j, watch
 from sightline.errors import MaskError, ParameterError, ShapeError
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.transformers import masking, unpadded
 from sightline.transformers.model_contexts import ADDED_MASKS
 from tiny_models import BATCH, LENGTH, make_inputs, make_model, make_model_and_inputs, references
@@ -34,7 +34,7 @@ def dense_mask(model, mask, batch):
     return allowed.tril() if type(model).__name__ == "LlamaForCausalLM" else allowed
 
 
-@pytest.mark.sampled(one_in=9)
+@pytest.mark.sampled(one_in=17)
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("padding", ["no", "left", "right"])

@@ -13,7 +13,7 @@ import sightline
 from sightline import watch
 from sightline.errors import ParameterError
 from sightline.eviction import SnapKV
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.transformers import Cache, unpadded
 from sightline.transformers.compatibility import CACHE
 from tiny_models import (

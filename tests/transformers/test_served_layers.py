@@ -12,6 +12,7 @@ from sightline import watch
 from sightline.errors import ParameterError
 from sightline.transformers import masking, served_layers, serving, unpadded
 from sightline.transformers.compatibility import uses_attention_interface
+from tiny_models import draw_weights
 
 HEADS, LENGTH = 4, 70
 TEXT = {"vocab_size": 30, "hidden_size": 48, "intermediate_size": 16, "pad_token_id": 0}
@@ -42,12 +43,7 @@ def make(name, dtype=torch.float64, **more):
     kind, sizes = MODELS[name]
     torch.manual_seed(0)
     kind = getattr(transformers, kind)
-    model = kind(kind.config_class(**sizes, **more)).to(dtype).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-    return model
+    return draw_weights(kind(kind.config_class(**sizes, **more)).to(dtype).eval())
 
 
 def make_inputs(name, padded=True):
@@ -78,13 +74,14 @@ def check(name, context=serving, padded=True):
     assert not {"forward", "get_rel_pos", "compute_position_bias"} & {x for m in model.modules() for x in vars(m)}
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("padded", [True, False])
 def test_results_and_gradients_are_those_of_the_model(name, padded):
     check(name, padded=padded)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", TEXTS)
 def test_real_tokens_alone(name):
     check(name, unpadded)

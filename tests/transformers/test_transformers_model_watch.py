@@ -14,7 +14,7 @@ import sightline
 import sightline.transformers
 from sightline import watch
 from sightline.errors import MissingExtraError, ParameterError
-from sightline.testing import assert_within_budget
+from sightline.reference.testing import assert_within_budget
 from sightline.torch.watching.attention_finder import FINDER
 from sightline.transformers.compatibility import CACHE
 from sightline.view import explorer

@@ -23,7 +23,7 @@ from sightline.transformers import Cache, masking, unpadded, word_timestamps
 from sightline.transformers.attention_interface import sightline_attention
 from sightline.transformers.compatibility import CACHE
 from speech import make_tiny_whisper
-from tiny_models import VOCABULARY, make_inputs, make_model, prompt_of
+from tiny_models import VOCABULARY, make_assistant, make_inputs, make_model, prompt_of
 
 NEW = 8
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": VOCABULARY}
@@ -55,10 +55,7 @@ def test_a_cache_gives_the_tokens_of_each_prompt_alone(name, way):
 
 def test_drafts():
     model, prompt = make_model("Llama"), [PROMPTS[2] * 3]
-    assistant = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight in assistant.parameters():
-            weight.mul_(1 + 0.2 * torch.randn_like(weight))
+    assistant = make_assistant(model)
     expected = generate_alone(model, prompt)
     for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
         found = generate(model, prompt, "sightline", Cache(config=model.config), **way)

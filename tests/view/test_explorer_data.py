@@ -93,18 +93,17 @@ def test_invalid_explorations(given):
         explorer.html(given)
 
 
-@pytest.mark.parametrize("place", ["missing/page.html", "", "a\0b", "x" * 300, None])
+@pytest.mark.parametrize("place", ["missing/page.html", "", "a\0b", "x" * 300, None, "full.html"])
 def test_a_path_that_cannot_be_written(place, tmp_path):
-    data = explorer.from_weights(["a"], np.ones((1, 1, 1)))
-    with pytest.raises(ParameterError, match="a folder that exists"):
-        explorer.save_html(data, None if place is None else tmp_path / place)
+    (tmp_path / "full.html").symlink_to("/dev/full")
+    message = r"full\.html': .*No space left on device" if place == "full.html" else "a folder that exists"
+    with pytest.raises(ParameterError, match=message):
+        explorer.save_html(explorer.from_weights(["a"], ONE), None if place is None else tmp_path / place)
 
 
-def test_a_full_disk(tmp_path):
-    (tmp_path / "page.html").symlink_to("/dev/full")
-    data = explorer.from_weights(["a"], np.ones((1, 1, 1)))
-    with pytest.raises(ParameterError, match=r"page\.html': .*No space left on device"):
-        explorer.save_html(data, tmp_path / "page.html")
+def test_titles_name_the_model_and_a_text_of_words():
+    for tokens, title in ((["[CLS]", "the"], "Attention: “the”"), (["class", "0,0"], "Attention")):
+        assert explorer.from_weights(tokens, np.ones((1, 2, 2))).title == title
 
 
 def test_lone_surrogates_are_written(tmp_path):
@@ -131,7 +130,8 @@ def recording_of(calls, tokens):
         first = one.key_start + one.query_start
         return listed[first : first + one.n], listed[one.key_start : one.key_start + one.m]
 
-    return SimpleNamespace(calls=calls, layers=tuple(dict.fromkeys(c.layer for c in calls)), labels=labels)
+    layers = tuple(dict.fromkeys(one.layer for one in calls))
+    return SimpleNamespace(calls=calls, layers=layers, labels=labels, model="M")
 
 
 def test_seen_weights_with_padding_and_steps_of_generation(rng):
@@ -163,9 +163,10 @@ def test_recordings_without_weights(rng):
         "entropy": -(p * np.log(p)).sum(-1),
         "received": p.sum(-2),
     }
-    seen = recording_of([call("layer.0", results, 6, 6, pooled="max", received="sum")], [list("abcdef")])
-    layer = explorer.from_seen(seen).texts[0].layers[0]
-    assert layer.how == "max"
+    seen = recording_of([call("layer.0", results, 6, 6, pooled="max", received="sum")], [["ab", "cd", *"efgh"]])
+    data = explorer.from_seen(seen)
+    layer = data.texts[0].layers[0]
+    assert (layer.how, data.title) == ("max", "M: “ab cd e f g h”")
     assert np.array_equal(layer.looks.where, order[0])
     assert layer.seen_by is layer.levels is layer.sum_levels is layer.looks.levels is None
     del results["entropy"]

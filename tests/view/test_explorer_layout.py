@@ -195,9 +195,9 @@ def test_the_page_decompresses_what_python_compresses(tab, pages, rng):
         rng.integers(0, 70_000, 3000).astype(np.uint16),
     ):
         stored = {"at": 0, "type": f"{array.dtype.kind}{array.dtype.itemsize}", "shape": array.shape}
-        read = tab.js(f"[...decode({json.dumps(stored)}, () => '{page_parts.pack(array)}')]")
+        read = tab.js(f"[...decode({json.dumps(stored)}, () => '{page_parts.encode_array(array)}')]")
         assert np.array_equal(np.array(read, array.dtype), array.ravel())
-    packed = page_parts.pack((rng.random(50_000) ** 3 * 60).astype(np.uint8))
+    packed = page_parts.encode_array((rng.random(50_000) ** 3 * 60).astype(np.uint8))
     stored = {"at": 0, "type": "u1", "shape": [50_000]}
     for damaged in (packed[: len(packed) // 8 * 4], packed[:400] + "AAAA" * 9 + packed[436:], ""):
         message = tab.js(

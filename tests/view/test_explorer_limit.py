@@ -11,7 +11,7 @@ import pytest
 from sightline.view import explorer
 from sightline.view.explorer import fitting, html_page, page_parts
 from sightline.view.explorer.data import Exploration, Links, ShownLayer, Text, top_links
-from sightline.view.heatmaps import pooled
+from sightline.view.heatmaps import pool_cells
 
 N, HEADS, SIDE = 180, 3, 32
 PROGRAM = len(html_page.program()) + len(html_page.style())
@@ -26,7 +26,7 @@ def recorded():
     weights = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
     layers = []
     for number, p in enumerate(weights):
-        cells = np.stack([pooled(head, SIDE) for head in p]).astype(np.float32)
+        cells = np.stack([pool_cells(head, SIDE) for head in p]).astype(np.float32)
         entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
         entropy, received = entropy.astype(np.float32), p.sum(1)
         looks = Links(*top_links(p, 8))
@@ -142,7 +142,7 @@ def test_a_head_of_zeros():
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "int32"])
 def test_packed_bytes_are_the_numbers(dtype, rng):
     array = rng.integers(0, 99, size=(2, 7, 5)).astype(dtype).swapaxes(1, 2)
-    planes = zlib.decompress(base64.b64decode(page_parts.pack(array)), -15)
+    planes = zlib.decompress(base64.b64decode(page_parts.encode_array(array)), -15)
     little = np.dtype(dtype).newbyteorder("<")
     numbers = np.frombuffer(planes, np.uint8).reshape(little.itemsize, -1).T.copy().view(little)
     assert np.array_equal(numbers.reshape(array.shape), array)

@@ -1,20 +1,27 @@
 """Figures of weights and statistics show the given values, for 20 tokens and for 100,000."""
 
 import re
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.text import Text
 
 import sightline
-from sightline import causal, window
+from sightline import alibi, causal, window
 from sightline.data import load
-from sightline.errors import DtypeError, MaskError, MissingExtraError, ParameterError, ShapeError
-from sightline.recording import Seen
+from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError
+from sightline.statistics.recording import Seen
 from sightline.view import arcs, entropy_by_head, head_grid, heatmap, over_image, received_by_key, save, tile_map
 from sightline.view.explorer.data import top_links
+from sightline.view.palette import DARK, contrast, rgb
+from sightline.view.plotting import new_figure
+from sightline.view.styled_figure import dark_colours
 from sightline.view.tile_maps import EMPTY, FULL, PARTIAL, tile_kinds
 from sightline.view.token_charts import MAX_ARCS, MAX_POSITIONS
 
@@ -64,14 +71,14 @@ def test_a_heat_map_with_more_labels_than_fit(rng):
 
 def test_weights_over_an_image(rng):
     weights, picture = rng.random((1, 2, 3)), rng.random((20, 30, 3))
-    weights[0, 1, 2] = 0
+    weights = 0.5 + weights / 100  # nearly equal weights use all of the light
     axis = over_image(torch.tensor(weights), torch.tensor(picture)[None], title="head 0")
     shown, shade = (np.asarray(one.get_array()) for one in axis.images)
     assert np.array_equal(shown, picture)
-    assert np.allclose((1 - shade[..., 3] / 0.82) ** 2, weights[0] / weights.max())
+    assert np.allclose((1 - shade[..., 3] / 0.82) ** 2, (weights[0] - weights.min()) / np.ptp(weights))
     assert axis.images[0].get_extent() == axis.images[1].get_extent() == [0, 30, 20, 0]
     assert axis.get_title(loc="left") == "head 0"
-    assert (over_image(np.zeros((2, 3)), picture[..., 0]).images[1].get_array()[..., 3] == 0.82).all()
+    assert not over_image(np.ones((2, 3)), picture[..., 0]).images[1].get_array().any()
     with pytest.raises(ShapeError, match="permute"):
         over_image(weights, picture.transpose(2, 0, 1))
     with pytest.raises(ShapeError, match="unflatten"):
@@ -88,12 +95,13 @@ def test_heads_over_an_image(rng):
     axis = over_image(weights, picture)
     assert len(axis.images) == 16
     for number, shade in enumerate(axis.images[1::2]):
-        assert np.allclose((1 - shade.get_array()[..., 3] / 0.82) ** 2, weights[number] / weights[number].max())
+        head = weights[number] - weights[number].min()
+        assert np.allclose((1 - shade.get_array()[..., 3] / 0.82) ** 2, head / head.max())
         left, right, bottom, top = shade.get_extent()
         assert axis.images[2 * number].get_extent() == [left, right, bottom, top]
         assert (left, bottom - top, right - left) == pytest.approx((number % 6 * 30 * 1.04, 20, 30))  # six in a row
         assert (top > 20) == (number >= 6)
-    assert written(axis.texts) == [f"head {k}: {head.max():.2g}" for k, head in enumerate(weights)]
+    assert written(axis.texts) == [f"head {k}: {x.min():.2g} to {x.max():.2g}" for k, x in enumerate(weights)]
 
 
 def test_a_heat_map_of_a_hundred_thousand(rng):
@@ -214,13 +222,8 @@ def test_tiles_of_a_hundred_thousand():
     assert axis.get_xlim() == (-0.5, MANY - 0.5)
 
 
-def test_tiles_of_a_boolean_array(tmp_path):
-    axis = tile_map(np.ones((8, 8), bool), 8)
-    assert axis.get_title(loc="left").startswith("t[i, j]")
-    assert save(axis, tmp_path / "tiles.svg").exists()
-
-
-def test_tiles_of_an_invalid_mask():
+def test_tiles_of_an_array_and_of_invalid_masks():
+    assert tile_map(np.ones((8, 8), bool), 8).get_title(loc="left").startswith("t[i, j]")
     with pytest.raises(MaskError, match="mask=None"):
         tile_map(None, 8)
     with pytest.raises(ShapeError, match="stands for i"):
@@ -245,8 +248,33 @@ def test_files(cat, tmp_path):
         tile_map(causal(), MANY, None, axes[5]),
     )
     assert all(one is axis for one, axis in zip(drawn, axes, strict=True))
-    for ending, start in SIGNATURES.items():
-        assert save(figure, tmp_path / f"all.{ending}").read_bytes().startswith(start)
+    formulas = causal().show(100_000), alibi(8).show(10), causal().show(0)
+    for (ending, start), picture in product(SIGNATURES.items(), (figure, *formulas)):
+        assert save(picture, tmp_path / f"all.{ending}").read_bytes().startswith(start)
+
+
+def test_dark_pictures_have_readable_text_and_leave_the_figure_as_it_is(cat, tmp_path):
+    head, tokens = cat[0][0, :6, :6], cat[1][:6]
+    figure = new_figure(8, 8)
+    axes = figure.subplots(2, 2).ravel()
+    cells = heatmap(head, tokens, axes[0]).texts
+    tile_map(causal(), 100, axis=axes[1])
+    received_by_key(head, tokens, axes[2])
+    arcs(*top_links(head, 2), tokens, axes[3])
+    texts = [text for text in figure.findobj(Text) if text not in cells]
+
+    def colours():
+        grounds = [figure.get_facecolor()] * len(texts) + list(axes[0].images[0].to_rgba(head.ravel()))
+        pairs = zip([*texts, *cells], grounds, strict=True)
+        return [(rgb(to_hex(text.get_color())), rgb(to_hex(ground))) for text, ground in pairs]
+
+    before = colours()
+    with dark_colours(figure):
+        assert colours()[0][1] == rgb(DARK.ground)
+        assert min(contrast(*pair) for pair in colours()) >= 4.5
+    assert colours() == before
+    for clear in (False, True):
+        assert imread(save(figure, tmp_path / "a.png", dpi=20, dark=True, transparent=clear))[0, 0, 3] == 1 - clear
 
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
@@ -264,6 +292,10 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path):
 @pytest.mark.parametrize(
     "draw",
     [
+        lambda: heatmap(np.ones(3)),
+        lambda: heatmap(np.ones((2, 3, 3))),
+        lambda: heatmap(np.ones((3, 3)), ["a"]),
+        lambda: heatmap(np.ones((3, 2)), ["a", "b", "c"]),
         lambda: head_grid(np.ones((3, 3))),
         lambda: head_grid(np.ones((2, 1, 3, 3)), names=["one"]),
         lambda: entropy_by_head([np.ones(3)]),
@@ -289,9 +321,3 @@ def test_the_cures_for_one_head_draw_it():
     with pytest.raises(ShapeError, match=r"arcs\(top.weights\[0, head\], top.where\[0, head\], tokens\)"):
         arcs(top, list("abcd"))
     assert arcs(top.weights[0, 1], top.where[0, 1], list("abcd")).figure is not None
-
-
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "sightline-attention\[plot\]"'):
-        received_by_key(np.ones(3))

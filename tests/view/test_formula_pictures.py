@@ -1,15 +1,15 @@
 """Pictures of formulas: cells against the values, any length, terminals with and without colours, and files."""
 
-import builtins
 import re
+import sys
 
 import numpy as np
 import pytest
 
 from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, softcap, where, window
 from sightline.errors import MissingExtraError, ParameterError, ShapeError
-from sightline.view import Picture, heatmap
-from sightline.view.heatmaps import pooled
+from sightline.view import Picture, heatmap, received_by_key
+from sightline.view.heatmaps import pool_cells
 from sightline.view.palette import DARK, rgb
 from sightline.view.terminal import colour_of, has_true_colour
 
@@ -113,40 +113,22 @@ def test_colours_only_in_a_terminal_with_colours(monkeypatch):
     assert colour_of(1.0) == rgb(DARK.weights[-1])
 
 
-SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
-
-
-@pytest.mark.parametrize("ending", SIGNATURES)
-def test_files(tmp_path, ending):
-    for name, picture in (("mask", causal().show(100_000)), ("score", alibi(8).show(10)), ("empty", causal().show(0))):
-        path = picture.save(tmp_path / f"{name}.{ending}")
-        assert path.read_bytes().startswith(SIGNATURES[ending])
-
-
 def test_notebooks():
     picture = causal().show(5)
-    assert picture._repr_png_().startswith(SIGNATURES["png"])
-    assert picture._repr_html_() is None
+    assert isinstance(picture, Picture)
+    assert picture._repr_png_().startswith(b"\x89PNG")
     with pytest.raises(ParameterError, match=r"\.png, \.svg, \.pdf"):
         picture.save("picture.bmp")
 
 
 def test_without_matplotlib(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.setattr("sightline.view.plotting.has_matplotlib", lambda: False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     picture = causal().show(5)
-    assert "██" in picture.text(colour=False)
+    assert "██" in repr(picture)
     assert picture._repr_png_() is None
-    assert picture._repr_html_().startswith("<pre")
-    with pytest.raises(MissingExtraError, match=r'pip install "sightline-attention\[plot\]"'):
-        picture.save("picture.png")
+    for draw in (lambda: picture.save("picture.png"), lambda: received_by_key(np.ones(3))):
+        with pytest.raises(MissingExtraError, match=r'pip install "sightline-attention\[plot\]"'):
+            draw()
 
 
 def test_heatmap_annotates_small_matrices(rng):
@@ -163,15 +145,4 @@ def test_heatmap_annotates_small_matrices(rng):
 
 
 def test_weights_are_pooled_along_both_axes():
-    assert np.array_equal(pooled(np.arange(12.0).reshape(4, 3), 2), [[1.5, 3.0], [7.5, 9.0]])
-
-
-@pytest.mark.parametrize("wrong", [((3,), None), ((2, 3, 3), None), ((3, 3), ["a"]), ((3, 2), ["a", "b", "c"])])
-def test_heatmap_checks_shapes(wrong):
-    shape, labels = wrong
-    with pytest.raises(ShapeError):
-        heatmap(np.ones(shape), labels)
-
-
-def test_pictures_come_from_formulas():
-    assert isinstance(causal().show(3), Picture)
+    assert np.array_equal(pool_cells(np.arange(12.0).reshape(4, 3), 2), [[1.5, 3.0], [7.5, 9.0]])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sightline.view.explorer.page_parts import style
-from sightline.view.palette import LIGHT, SERIES, SIGNED, THEMES, contrast, interpolate, luminance, rgb, text_on, to_hex
+from sightline.view.palette import LIGHT, THEMES, contrast, dark_twins, interpolate, luminance, rgb, text_on, to_hex
 
 ROOT = Path(__file__).parents[2]
 AA_TEXT, AA_GRAPHICS = 4.5, 3.0  # least contrasts of level AA of WCAG 2.2 (1.4.3 and 1.4.11)
@@ -20,9 +20,8 @@ ALLOWED = {  # shadows, and the default colour of a canvas
 
 def test_contrast_as_the_guidelines_define_it():
     assert contrast((0, 0, 0), (255, 255, 255)) == pytest.approx(21)
-    assert contrast(rgb("#777777"), rgb("#ffffff")) == pytest.approx(
-        4.48, abs=0.005
-    )  # a published example of a failure
+    failure = contrast(rgb("#777777"), rgb("#ffffff"))  # a published example of a failure
+    assert failure == pytest.approx(4.48, abs=0.005)
     assert (text_on((255, 255, 255)), text_on((0, 0, 0))) == ((0, 0, 0), (255, 255, 255))
     assert to_hex(rgb("#0b1a2c")) == "#0b1a2c"
 
@@ -35,10 +34,11 @@ def test_texts_and_lines_are_readable(theme):
         assert contrast(rgb(theme.cross), rgb(ground)) >= AA_GRAPHICS
 
 
-def test_lines_of_a_chart_are_readable():
-    assert len(set(SERIES)) == len(SERIES)
-    for colour in SERIES[:4]:
-        assert contrast(rgb(colour), rgb(LIGHT.ground)) >= AA_TEXT
+@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
+def test_lines_of_a_chart_are_readable(theme):
+    assert len(set(theme.series)) == len(theme.series)
+    for colour in theme.series[:4]:
+        assert contrast(rgb(colour), rgb(theme.ground)) >= AA_TEXT
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
@@ -50,8 +50,9 @@ def test_weights_are_ordered_by_lightness(theme):
     assert contrast(rgb(theme.weights[-1]), rgb(theme.hidden)) > 12
 
 
-def test_signed_colours_are_lightest_at_zero():
-    found = [luminance(rgb(colour)) for colour in SIGNED]
+@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
+def test_signed_colours_are_nearest_to_the_ground_at_zero(theme):
+    found = [luminance(rgb(colour)) * (1 if theme is LIGHT else -1) for colour in theme.signed]
     assert all(a < b for a, b in pairwise(found[:4]))
     assert all(a > b for a, b in pairwise(found[3:]))
 
@@ -59,6 +60,7 @@ def test_signed_colours_are_lightest_at_zero():
 def test_the_explorer_page_has_the_themes():
     for name, theme in THEMES.items():
         assert f'data-theme="{name}"] {{ --ground: {theme.ground};' in style()
+    assert not set(dark_twins()) & set(dark_twins().values())  # so colours that were replaced are not replaced again
 
 
 def test_colours_stand_in_the_palette_alone():

@@ -19,21 +19,21 @@ from ..arrays import operations as arrays
 from ..arrays.unreadable import is_array
 from ..call.kernel import Result
 from ..call.options import Options
+from ..call.partition.parts import Sums, add_parts, part_of, read_part, start
 from ..call.problem import Problem, parse, validate
-from ..call.validation import broadcast_inputs, check_choice, split_names
+from ..call.validation import broadcast_inputs, split_names
 from ..errors import DtypeError, ParameterError
 from ..formula.expression import Expression
 from ..formula.tile_ranges import find_runs, find_tile_ranges
-from ..partition.parts import Sums, combine, part_of, read_part, start
 from ..statistics import Statistic
-from .kernels import solve, to_caller_layout
+from .kernels import solve, to_caller
 
 Progress = bool | Callable[[int, int], Any] | None
 UNITS = ("", "k", "M", "G", "T")
 MIN_POSITIONS = 64  # the fewest keys of a block, and the fewest queries of a part
 SEARCH_ROWS = 256  # the queries of a tile in the search for the queries that see a block
 MAX_PAIRS = 1 << 30  # the most pairs of one part, so that an interrupt takes effect within seconds
-COPIES = 6  # the merge of a part's results needs memory for so many copies of its output and statistics
+MERGE_COPIES = 6  # the merge of a part's results needs memory for so many copies of its output and statistics
 KEY_MULTIPLE = 4  # dropout counts keys in groups of 4
 
 
@@ -69,14 +69,15 @@ def attention_from_disk(
     mask, score, scale, sinks, dropout, seed, threads
         As in `attention`. Formulas count i and j from the start of the whole arrays.
     see : list of statistics, dict from names to statistics, or one statistic, optional
-        `lse()`, `entropy()`, `max_score()`, `mass(condition)` and `top_k(k)`. Other statistics need all keys at once.
+        `lse()`, `entropy()`, `max_score()`, `mass(condition)`, `sum(p * f, over=j)` and `top_k(k)`, and means over
+        heads or batch of those that return no positions. Other statistics need all keys at once.
     output : path, or array (..., H, n, d_v) of the inputs' dtype, optional
         Where the output is written: the path of a file in NumPy's format .npy, or an array such as a numpy.memmap. The
         default is a new array in memory. A call that stops early leaves no new file, and keeps an older one.
     memory_limit : int or str, default "2 GB"
         The bytes that the call may use beside its arguments. The merged results of all queries are always in memory.
-        They take n · H · (d_v + 6) · 4 bytes of the limit, or n · H · (d_v + 3) · 8 bytes for float64. Each number of a
-        statistic other than lse takes up to 16 bytes more.
+        For each query and head they take 4 · d_v + 24 bytes of the limit, 6 · d_v + 24 for 16-bit inputs, 8 · d_v + 24
+        for float64. Each number of a statistic other than lse takes up to 16 bytes more.
     progress : bool or function (finished, total), optional
         True shows a progress bar on stderr. The default shows one if stderr is a terminal. A function is called with
         the number of finished steps and the number of all steps.
@@ -109,21 +110,18 @@ def attention_from_disk(
     >>> bool(np.allclose(output, sightline.attention(x, x, x, mask=(i >= j) & (i - j < 256))))
     True
     """
-    check_choice(None, threads)
     names, statistics = split_names(see)
     sources = {"query": query, "key": key, "value": value}
-    options = Options(mask, score, statistics, scale, sinks, dropout, seed)
+    options = Options(mask, score, statistics, scale, sinks, dropout, seed, None, threads)
     stand_ins = {name: _stand_in(name, source) for name, source in sources.items()}
     problem = validate(parse(**stand_ins, options=options))
     if not all(statistic.is_mergeable for statistic in problem.see):
-        raise ParameterError(
-            f"see={list(problem.see)!r}, for keys on disk",
-            "lse(), entropy(), max_score(), mass(condition), sum(p * f, over=j), top_k(k); no selections or means",
-            "select or average the result, or call sightline.attention if the keys fit in memory",
-        )
+        allowed = "lse(), entropy(), max_score(), mass(condition), sum(p * f, over=j), top_k(k); no selections"
+        cure = "select from the result, or call sightline.attention if the keys fit in memory"
+        raise ParameterError(f"see={list(problem.see)!r}, for keys on disk", allowed, cure)
     sizes = _choose_sizes(problem, sources, _parse_bytes(memory_limit))
     with _open_output(output, problem) as write, _report_progress(progress) as report:
-        sums = _attend(problem, sources, sizes, threads, report)
+        sums = _sum_blocks(problem, sources, sizes, report)
         result = write(problem.squeeze_heads(sums.output, 2))
     if see is None:
         return result
@@ -131,16 +129,12 @@ def attention_from_disk(
     for statistic, totals in zip(problem.see, sums.seen, strict=True):
         dtypes = statistic.dtypes(problem)
         results.append(statistic.build_result([x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]))
-    _, seen = to_caller_layout(problem, Result(sums.output, sums.shift, tuple(results)))
+    _, seen = to_caller(problem, Result(sums.output, sums.shift, tuple(results)), statistics)
     return result, seen if names is None else dict(zip(names, seen, strict=True))
 
 
-def _attend(
-    problem: Problem,
-    sources: dict[str, Any],
-    sizes: tuple[int, int],
-    threads: int | None,
-    report: Callable[[int, int], Any],
+def _sum_blocks(
+    problem: Problem, sources: dict[str, Any], sizes: tuple[int, int], report: Callable[[int, int], Any]
 ) -> Sums:
     """Return the normalised sums over all blocks of keys. `sizes`: the keys of a block, and the queries of a part."""
     sinks = None if problem.sinks is None else np.asarray(arrays.to_numpy(problem.sinks), np.float64)[:, None]
@@ -165,14 +159,14 @@ def _attend(
                 inputs = broadcast_inputs({"query": query, "key": key, "value": value})
                 inputs = [arrays.broadcast_to(x, (*problem.batch_shape, *x.shape[-3:])) for x in inputs]
                 part = part_of(problem, *inputs, first_row=rows.start, first_key=keys.start, see=problem.see)
-                result = solve(part, None, threads)
+                result = solve(part)
                 added = read_part(result.output.astype(output.dtype), result.lse, result.seen, keys.start)
-                sums.store(rows, combine([sums.rows(rows), added], problem.see))
+                sums.store(rows, add_parts([sums.rows(rows), added], problem.see))
                 finished += 1
                 report(finished, total)
         for first in range(0, problem.n, sizes[1]):
             rows = slice(first, first + sizes[1])
-            sums.store(rows, combine([sums.rows(rows)], problem.see, normalize=True))
+            sums.store(rows, add_parts([sums.rows(rows)], problem.see, normalize=True))
     return sums
 
 
@@ -182,7 +176,7 @@ def _find_blocks(
     """Return (keys, parts of the queries that may see one of them) of each block of keys that is seen."""
     _, _, n, m = extent
     blocks = []
-    for block, is_seen in enumerate(find_tile_ranges(mask, extent, SEARCH_ROWS, key_count).count_tiles().T > 0):
+    for block, is_seen in enumerate(find_tile_ranges(mask, extent, SEARCH_ROWS, key_count).find_covered().T):
         parts = []
         for first, last in find_runs(is_seen):
             begin, end = first * SEARCH_ROWS, min(last * SEARCH_ROWS, n)
@@ -206,22 +200,18 @@ def _parse_bytes(limit: Any) -> int:
 def _choose_sizes(problem: Problem, sources: dict[str, Any], limit: int) -> tuple[int, int]:
     """Return the largest numbers of keys of a block and queries of a part with which a call stays within the limit."""
     heads, wide, narrow = problem.B * problem.H, *map(arrays.itemsize, (problem.accumulator, problem.dtype))
-    keys_and_values = [sources[name] for name in ("key", "value")]
-    key_bytes = (
-        2 * narrow * sum([math.prod(x.shape) // max(problem.m, 1) for x in keys_and_values])
-    )  # one is read ahead
+    per_key = sum([math.prod(sources[name].shape) // max(problem.m, 1) for name in ("key", "value")])
+    key_bytes = 2 * narrow * per_key  # one block is read ahead
     numbers = sum([math.prod(shape) for statistic in problem.see for shape, _ in statistic.outputs(problem)])
     sums = heads * problem.n * (problem.d_v * (wide + narrow % wide) + 24)  # `Sums` has 3 numbers of 8 bytes a query
     sums += numbers * (8 + wide)  # summed in 8 bytes, and returned in the accumulator's dtype
-    row_bytes = heads * (problem.d_k * narrow + COPIES * problem.d_v * wide + 16 * 8)
-    row_bytes += COPIES * 8 * numbers // max(problem.n, 1)
+    row_bytes = heads * (problem.d_k * narrow + MERGE_COPIES * problem.d_v * wide + 16 * 8)
+    row_bytes += MERGE_COPIES * 8 * numbers // max(problem.n, 1)
     least = sums + 2 * MIN_POSITIONS * max(key_bytes, row_bytes)
     if limit < least:
-        raise ParameterError(
-            f"memory_limit of {limit:,} bytes",
-            f"at least {least:,} bytes for {problem.n:,} queries, {heads} heads and d_v = {problem.d_v}",
-            f"memory_limit={least}, or fewer queries in one call",
-        )
+        given = f"memory_limit of {limit:,} bytes"
+        allowed = f"at least {least:,} bytes for {problem.n:,} queries, {heads} heads and d_v = {problem.d_v}"
+        raise ParameterError(given, allowed, f"memory_limit={least}, or fewer queries in one call")
     half = (limit - sums) // 2
     keys = half // max(key_bytes, 1) // KEY_MULTIPLE * KEY_MULTIPLE
     keys = min(keys, max(-(-problem.m // KEY_MULTIPLE), 1) * KEY_MULTIPLE)
@@ -232,11 +222,9 @@ def _choose_sizes(problem: Problem, sources: dict[str, Any], limit: int) -> tupl
 def _stand_in(name: str, array: Any) -> Any:
     """Return an array that has the shape and dtype of the given array, and that takes no memory."""
     if not is_array(array) or (arrays.framework(array).is_native and not isinstance(array, np.ndarray)):
-        raise DtypeError(
-            f"{name} is a {type(array).__module__}.{type(array).__name__}",
-            "numpy.memmap, or an array whose slices numpy.asarray accepts",
-            f"numpy.memmap of a file, or sightline.attention for {name} in memory",
-        )
+        given = f"{name} is a {type(array).__module__}.{type(array).__name__}"
+        allowed = "numpy.memmap, or an array whose slices numpy.asarray accepts"
+        raise DtypeError(given, allowed, f"numpy.memmap of a file, or sightline.attention for {name} in memory")
     return np.broadcast_to(np.zeros((), array.dtype), tuple(array.shape))
 
 
@@ -271,11 +259,8 @@ def _open_output(output: Any, problem: Problem) -> Iterator[Callable[[Any], Any]
     given = f"{getattr(output, 'dtype', type(output).__name__)} {getattr(output, 'shape', '')}"
     is_read_only = isinstance(output, np.ndarray) and not output.flags.writeable
     if is_read_only or given != f"{dtype} {shape}":
-        raise ParameterError(
-            f"output={given}{', read-only' * is_read_only}",
-            f"a path, or an array {dtype} {shape} to write to",
-            'output="output.npy"',
-        )
+        allowed = f"a path, or an array {dtype} {shape} to write to"
+        raise ParameterError(f"output={given}{', read-only' * is_read_only}", allowed, 'output="output.npy"')
 
     def fill(result: Any) -> Any:
         output[...] = result
@@ -288,9 +273,8 @@ def _open_output(output: Any, problem: Problem) -> Iterator[Callable[[Any], Any]
 def _report_progress(progress: Progress) -> Iterator[Callable[[int, int], Any]]:
     """Yield the function that is called with (finished steps, all steps); it draws a bar on stderr if one is wanted."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise ParameterError(
-            f"progress={progress!r}", "True, False, None or a function (finished, total)", "progress=True"
-        )
+        given = f"progress={progress!r}"
+        raise ParameterError(given, "True, False, None or a function (finished, total)", "progress=True")
     if callable(progress) or progress is False or (progress is None and not sys.stderr.isatty()):
         yield progress if callable(progress) else lambda finished, total: None
         return

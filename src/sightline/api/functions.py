@@ -19,15 +19,15 @@ from ..call.kernel import choose
 from ..call.options import Options
 from ..call.problem import Problem, parse, validate
 from ..call.request import describe
-from ..call.validation import AxisOrder, check_choice, fold_scale, read_score, split_names, to_heads_first
+from ..call.validation import AxisOrder, fold_scale, read_score, split_names, to_heads_first
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays, unpack_cache
-from ..kv_cache.query_positions import read_functions
-from ..statistics import Statistic, Tile, scores
+from ..kv_cache.query_positions import name_queries, read_functions
+from ..statistics import Statistic, Tile, average_results, scores
 from ..statistics.restriction import restrict
-from .kernels import KERNELS, solve, to_caller_layout
+from .kernels import KERNELS, solve, to_caller
 from .shared_prefix import attend_in_parts, can_merge
 
 # While a watch lasts, these functions get the calls of `attend`. One that returns NotImplemented gives no answer.
@@ -159,13 +159,15 @@ def attend(query: Any, key: Any, value: Any, options: Options) -> Any:
         if key.prefix is not None:
             read = read_functions(options)
             if can_merge(query, key, read):
-                output, seen = attend_in_parts(query, key, read, _attend)
+                output, seen = attend_in_parts(query, key, read, _attend_to_arrays)
                 return output if options.see is None else (output, seen)
             key = key.joined()
-    return _attend(query, key, value, options)
+        answer = _attend_to_arrays(query, key, None, options)
+        return answer if options.see is None else (answer[0], name_queries(key, query, options.see, answer[1]))
+    return _attend_to_arrays(query, key, value, options)
 
 
-def _attend(query: Any, key: Any, value: Any, options: Options) -> Any:
+def _attend_to_arrays(query: Any, key: Any, value: Any, options: Options) -> Any:
     """Do what `attend` does for arrays, or for a cache without a prefix."""
     request, is_eager = None, not arrays.is_compiling()
     if is_eager:  # the first trace adds torch's types to those that `describe` reads, and every trace takes one path
@@ -174,9 +176,14 @@ def _attend(query: Any, key: Any, value: Any, options: Options) -> Any:
             keys, values, of_rows = as_arrays(query, key, options) or (key, value, options)
         request = describe(query, of_rows)
         if request is not None:
-            answer, request = call_cache.answer(request, (query, keys, values), options.threads)
+            answer, request = call_cache.answer(request, (query, keys, values))
             if answer is not None:
-                return answer[0] if options.see is None else answer
+                if options.see is None:
+                    return answer[0]
+                if True in [one.is_mean for one in options.see]:
+                    (output, seen), has_heads = answer, query.ndim > 3
+                    return output, average_results(options.see, seen, output.ndim - 2 - has_heads, has_heads)
+                return answer
         refuse_draws(options.mask, options.score)
     if request is not None:
         key, value = keys, values
@@ -184,19 +191,18 @@ def _attend(query: Any, key: Any, value: Any, options: Options) -> Any:
         options = of_rows.replace(mask=mask, score=score)
     elif hasattr(options.score, "dtype"):
         options = options.replace(score=bias(options.score))
-    check_choice(options.kernel, options.threads)
     library = arrays.framework(query)
     if library is arrays.TORCH:
         is_first = is_eager and "sightline.torch.dispatch" not in sys.modules
         from ..torch import dispatch  # an import statement, because torch.compile can trace it
 
         if is_first:  # the call cache reads tensors from now on
-            return _attend(query, key, value, options)
+            return _attend_to_arrays(query, key, value, options)
         without_autocast = dispatch.leave_autocast(query, key, value) if is_eager else None
         if without_autocast is not None:
             (query, key, value), context = without_autocast
             with context:  # the call cache serves calls of cast arrays
-                return _attend(query, key, value, options)
+                return _attend_to_arrays(query, key, value, options)
         answer = dispatch.run(query, key, value, options, request)
     elif library is arrays.JAX:
         from ..jax import dispatch as jax_dispatch
@@ -204,10 +210,10 @@ def _attend(query: Any, key: Any, value: Any, options: Options) -> Any:
         answer = jax_dispatch.run(query, key, value, options)
     else:
         problem = validate(parse(query, *unpack_cache(query, key, value, options)))
-        result = solve(problem, options.kernel, options.threads)
-        answer = to_caller_layout(problem, result)
+        result = solve(problem)
+        answer = to_caller(problem, result, options.see)
         if request is not None:
-            call_cache.insert(request, formulas, (query, key, value), problem, result)
+            call_cache.FirstCall(request, formulas, (query, key, value), problem, result).store()
     output, seen = answer
     return output if options.see is None else (output, seen)
 
@@ -260,7 +266,6 @@ def explain(
     """
     if positional or unknown:
         refuse_arguments("explain", positional, unknown)
-    check_choice(kernel, threads)
     query, key, value = to_heads_first(layout, query, key, value)
     given, is_jax = query, arrays.framework(query) is arrays.JAX
     shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
@@ -268,12 +273,12 @@ def explain(
         query, key, value = (
             arrays.empty(x.shape, arrays.dtype_name(x), x) if hasattr(x, "shape") else x for x in (query, key, value)
         )
-    options = Options(mask, score, split_names(see)[1], scale, sinks, dropout, seed or 0)
+    options = Options(mask, score, split_names(see)[1], scale, sinks, dropout, seed or 0, kernel, threads)
     problem = validate(parse(query, *unpack_cache(query, key, value, options)))
     if is_jax:
         from ..jax.dispatch import explain as explain_jax
 
-        return explain_jax(given, problem, kernel, source)
+        return explain_jax(given, problem, source)
     kernels = KERNELS
     if problem.framework is arrays.TORCH:
         from ..torch.dispatch import kernels as with_torch

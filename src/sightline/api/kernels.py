@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +18,23 @@ from ..reference import streaming, streaming_tangent
 from ..reference.definition import Reference
 from ..reference.gathered_keys import Gather
 from ..reference.streaming import Streaming
-from ..statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
+from ..statistics import Statistic, arrays_of, average_results, solve_selections_separately, statistic_gradients
 
 _BY_TILES: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming())
 KERNELS: tuple[Kernel, ...] = (*_BY_TILES, Gather(_BY_TILES), Reference())
 
 
-def make_plan(problem: Problem, kernel: str | None = None) -> Plan:
-    """Choose a kernel of `KERNELS` for a problem. `kernel` is the name that the caller gave; None if none was given."""
-    return choose(KERNELS, problem, kernel)
+def make_plan(problem: Problem) -> Plan:
+    """Choose a kernel of `KERNELS` for a problem."""
+    return choose(KERNELS, problem, problem.kernel)
 
 
-def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
+def solve(problem: Problem) -> Result:
     """Choose a kernel and run it. The arrays of the result have a head axis even if the caller's arrays have none."""
-    return solve_selections_separately(problem, lambda one: make_plan(one, kernel).kernel.run(one, threads))
+    return solve_selections_separately(problem, lambda one: make_plan(one).kernel.run(one))
 
 
-def differentiate(problem: Problem, plan: Plan, given: GivenGradients, threads: int | None = None) -> Gradients:
+def differentiate(problem: Problem, plan: Plan, given: GivenGradients) -> Gradients:
     """Return the gradients of a result, by the backward pass of the plan's kernel or else by the streaming kernel's.
 
     `plan` is that of the forward pass. Streaming computes the gradients if the kernel refuses the backward pass
@@ -41,36 +42,33 @@ def differentiate(problem: Problem, plan: Plan, given: GivenGradients, threads: 
     """
 
     def compute(statistic: Statistic) -> Any:
-        return plan.kernel.run(problem.with_statistics(statistic), threads).seen[0]
+        return plan.kernel.run(problem.with_statistics(statistic)).seen[0]
 
     with np.errstate(all="ignore"):  # hidden scores may overflow
         terms = statistic_gradients(problem, given.saved[1], given.d_seen, given.arrays, compute)
-        return streaming.differentiate(plan.kernel, problem, given._replace(statistics=terms), threads)
+        return streaming.differentiate(plan.kernel, problem, given._replace(statistics=terms))
 
 
-def push_forward(
-    problem: Problem, plan: Plan, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None
-) -> tuple[Any, Any]:
+def push_forward(problem: Problem, plan: Plan, tangents: Tangents, saved: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return the tangents of output and lse for tangents of the inputs, by the plan's kernel or else by streaming.
 
     `saved` is (output, lse) of the forward pass by `plan`.
     """
-    found = plan.kernel.tangent(problem, tangents, saved, threads)
+    found = plan.kernel.tangent(problem, tangents, saved)
     return streaming_tangent.tangent(problem, tangents, saved) if found is None else found
 
 
-def to_caller_layout(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
-    """Return (output, seen) in the layout of the caller's arrays: without a head axis if those arrays have none."""
+def to_caller(problem: Problem, result: Result, see: Sequence[Statistic] | None) -> tuple[Any, tuple[Any, ...]]:
+    """Return (output, seen) of the requested statistics, without a head axis if the caller's arrays have none."""
 
     def squeeze_statistic(statistic: Statistic, answer: Any) -> Any:
         axis = statistic.head_axis(len(problem.batch_shape))
         if axis is None:
             return answer
-        return statistic.build_result(
-            [problem.squeeze_heads(array, array.ndim - axis - 1) for array in arrays_of(answer)]
-        )
+        squeezed = [problem.squeeze_heads(array, array.ndim - axis - 1) for array in arrays_of(answer)]
+        return statistic.build_result(squeezed)
 
-    if not problem.heads_squeezed:
-        return result.output, tuple(result.seen)
-    seen = zip(problem.see, result.seen, strict=True)
-    return problem.squeeze_heads(result.output, 2), tuple([squeeze_statistic(*one) for one in seen])
+    output, seen = problem.squeeze_heads(result.output, 2), result.seen
+    if problem.heads_squeezed:
+        seen = tuple([squeeze_statistic(*one) for one in zip(problem.see, seen, strict=True)])
+    return output, average_results(see or (), seen, len(problem.batch_shape), not problem.heads_squeezed)

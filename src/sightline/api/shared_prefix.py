@@ -14,11 +14,11 @@ import numpy as np
 
 from ..arrays.operations import accumulator, device_option, dtype_name, namespace, resolve_dtype
 from ..call.options import Options
+from ..call.partition.parts import Sums, add_parts, read_part
 from ..formula.expression import Expression, Lookup, walk
-from ..kv_cache import KVCache, can_serve
+from ..kv_cache import KVCache, needs_no_conversion
 from ..kv_cache.query_positions import free_symbols, rewrite, rewrite_for_prefix
 from ..kv_cache.row_positions import SharedPrefix
-from ..partition.parts import Sums, combine, read_part
 from ..statistics import Statistic, arrays_of, lse
 
 LSE = lse()
@@ -32,7 +32,7 @@ def can_merge(query: Any, cache: KVCache, options: Options) -> bool:
     """
     stored = cache.rows()[0]
     return (
-        can_serve(query, cache)
+        needs_no_conversion(query, cache)
         and query.ndim == stored.ndim
         and query.shape[:-3] == stored.shape[:-3]
         and not options.dropout
@@ -71,10 +71,8 @@ def attend_in_parts(query: Any, cache: KVCache, options: Options, attend: Attend
     output = namespace(query).astype(merged.output, query.dtype)
     arrays = [output, *[array for result in merged.seen for array in result]]
     output, *arrays = [x if squeezed == 4 else x[:, 0] if squeezed == 3 else x[0, 0] for x in arrays]
-    seen = [
-        statistic.build_result([arrays.pop(0) for _ in result])
-        for statistic, result in zip(see, merged.seen, strict=True)
-    ]
+    pairs = zip(see, merged.seen, strict=True)
+    seen = [statistic.build_result([arrays.pop(0) for _ in result]) for statistic, result in pairs]
     return output, tuple(seen)
 
 
@@ -126,8 +124,8 @@ def _merge(parts: Sequence[Sums], see: Sequence[Statistic], sinks: Any) -> Sums:
     xp = namespace(parts[0].output)
     shifts = [part.shift.detach() if hasattr(part.shift, "detach") else part.shift for part in parts]
     with np.errstate(all="ignore"):  # ∞ and NaN in the parts propagate without warnings
-        merged = combine(parts, see, normalize=True, shift=reduce(xp.maximum, shifts))
+        merged = add_parts(parts, see, normalize=True, shift=reduce(xp.maximum, shifts))
         if sinks is None:
             return merged
         lse = xp.logaddexp(merged.shift, xp.astype(sinks, merged.shift.dtype)[:, None])
-        return combine([merged], see, shift=lse)
+        return add_parts([merged], see, shift=lse)

@@ -12,12 +12,13 @@ from ..arrays.unreadable import check_kind
 from ..call.kernel import Tangents
 from ..call.options import Options
 from ..call.problem import OPERANDS, Problem, parse, validate
-from ..call.validation import broadcast_inputs, check_choice, read_scale, read_score
+from ..call.validation import broadcast_inputs, read_scale, read_score
 from ..errors import DtypeError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from .kernels import make_plan, push_forward
 
+INPUTS = '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score'
 TRANSFORMS = {  # the functions of other libraries that differentiate their arrays
     "attention_tangent": {"torch": "torch.func.jvp", "jax": "jax.jvp"},
     "attention_vjp": {"torch": "loss.backward()", "jax": "jax.vjp"},
@@ -85,19 +86,19 @@ def attention_tangent(
     """
     check_numpy("attention_tangent", query)
     if not isinstance(tangents, Mapping):
-        raise ParameterError(
-            f"tangents is a {type(tangents).__name__}", "a mapping from inputs to tangents", '{"query": array}'
-        )
-    check_choice(kernel, threads)
+        given = f"tangents is a {type(tangents).__name__}"
+        raise ParameterError(given, "a mapping from inputs to tangents", '{"query": array}')
     given = {name: read_floats("tangent", name, tangent) for name, tangent in tangents.items()}
+    formula = read_score(score)
     if "scale" in given:
-        score, scale, learned = include_scale(query, read_score(score), scale)
+        formula, scale, learned = include_scale(query, formula, scale)
         given[learned] = _check_tangent("scale", given.pop("scale"), ())[None]
-    problem = validate(parse(query, key, value, Options(mask, score, None, scale, sinks, dropout, seed)))
-    plan = make_plan(problem, kernel)
-    result = plan.kernel.run(problem, threads)
-    directions = _read_tangents(problem, given, {"query": query, "key": key, "value": value, "sinks": sinks})
-    tangent, _ = push_forward(problem, plan, directions, (result.output, result.lse), threads)
+    options = Options(mask, formula, None, scale, sinks, dropout, seed, kernel, threads)
+    problem = validate(parse(query, key, value, options))
+    plan = make_plan(problem)
+    result = plan.kernel.run(problem)
+    directions = _read_tangents(problem, formula, given, {"query": query, "key": key, "value": value, "sinks": sinks})
+    tangent, _ = push_forward(problem, plan, directions, (result.output, result.lse))
     output, tangent = (problem.squeeze_heads(x, 2) for x in (result.output, tangent))
     return output, tangent
 
@@ -118,23 +119,28 @@ def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Exp
     return scaled if score is None else score.with_scores(scaled), 1.0, own
 
 
-def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str, Any]) -> Tangents:
+def find_uses(given: Table, score: Expression | None) -> list[Table]:
+    """Return the tables of floats that the score reads: `given` itself, and those that were made from it."""
+    read = () if score is None else score.tables
+    return [table for table in read if table.kind == "float" and (table is given or table.source is given)]
+
+
+def _read_tangents(
+    problem: Problem, score: Expression | None, given: dict[Any, Any], inputs: Mapping[str, Any]
+) -> Tangents:
     """Return the tangents, broadcast like the problem's arrays. Raise an error for a tangent that fits no input."""
     tables: list[Any] = [None] * len(problem.tables)
     slots = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
     operands: dict[str, Any] = {}
     for name, array in given.items():
         source = inputs.get(name) if isinstance(name, str) else None
-        if isinstance(name, Table) and name.origin in slots and name.kind == "float":
-            slot = slots[name.origin]
+        if isinstance(name, Table) and (uses := find_uses(name, score)):
             tangent = _check_tangent(repr(name), array, name.shape)
-            tables[slot] = np.broadcast_to(tangent, problem.tables[slot].shape)
+            for slot in [slots[table.origin] for table in uses]:
+                tables[slot] = np.broadcast_to(tangent, problem.tables[slot].shape)
         elif source is None:
-            raise ParameterError(
-                f"a tangent of {name!r}",
-                '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score',
-                'tangents={"query": array}; masks have no tangents',
-            )
+            cure = 'tangents={"query": array}; masks have no tangents'
+            raise ParameterError(f"a tangent of {name!r}", INPUTS, cure)
         else:
             operands[str(name)] = _check_tangent(str(name), array, np.shape(source))
     sinks = operands.pop("sinks", None)
@@ -149,11 +155,8 @@ def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str,
 def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     """Return the tangent of input `name`. Raise ShapeError if it does not have the input's shape."""
     if array.shape != tuple(shape):
-        raise ShapeError(
-            f"a tangent of {name} of shape {array.shape}",
-            f"the input's shape {tuple(shape)}",
-            "numpy.broadcast_to(tangent, shape)",
-        )
+        given = f"a tangent of {name} of shape {array.shape}"
+        raise ShapeError(given, f"the input's shape {tuple(shape)}", "numpy.broadcast_to(tangent, shape)")
     return array
 
 

@@ -6,29 +6,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial, reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from ..arrays.caching import cached_property
 from ..arrays.operations import checksum, to_numpy
-from ..caching import cached_property
 from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses, read_inputs
-from ..call.call_cache import Entry, EntryResult, Operands
+from ..call.call_cache import EntryResult, Operands
 from ..call.kernel import GivenGradients, Gradients
 from ..call.options import Options
 from ..call.problem import NUM_OPERANDS, OPERANDS, Problem, parse, validate
 from ..call.request import Request, describe
 from ..call.spec import flatten_result, split_arrays
-from ..call.validation import check_choice, read_score, split_names
+from ..call.validation import read_score, split_names
 from ..errors import ChangedArrayError, DtypeError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
 from ..formula.tables import Table
-from ..statistics import Statistic, arrays_of, places_in, spread_mean
+from ..statistics import Statistic, arrays_of, average_results, places_in, spread_gradients
 from ..statistics.reduction import refuse_learned
-from .kernels import differentiate, make_plan, solve, to_caller_layout
-from .tangent import check_numpy, include_scale, read_floats
+from .kernels import differentiate, make_plan, solve, to_caller
+from .tangent import INPUTS, check_numpy, find_uses, include_scale, read_floats
 
 MAX_WHOLE_BYTES, NUM_SAMPLES = 4096, 64
 
@@ -116,7 +116,6 @@ def attention_vjp(
         if not isinstance(array, np.ndarray):
             kind = type(array).__name__
             raise DtypeError(f"attention_vjp of a {name} that is a {kind}", "NumPy arrays", "numpy.asarray(array)")
-    check_choice(kernel, threads)
     names, statistics = split_names(see)
     statistics = list(statistics or ())
     formula, scale_table = read_score(score), None
@@ -126,12 +125,12 @@ def attention_vjp(
     if any(isinstance(name, str) and name == "scale" for name in wrt):
         formula, scale, scale_table = include_scale(query, formula, scale)
     tables = _read_wrt(wrt, {"query": query, "key": key, "value": value, "sinks": sinks}, formula, scale_table)
-    refuse_learned(statistics, lambda table: table.origin in [learned.origin for learned in tables.values()])
+    refuse_learned(statistics, lambda table: bool(tables.keys() & {table, table.source}))
     options = Options(mask, formula, statistics or None, scale, sinks, dropout, seed, kernel, threads)
-    call = _Call((query, key, value), options, [*tables.values()])
-    if call.answer is None:
+    call = _Call((query, key, value), options, [table for uses in tables.values() for table in uses])
+    if call.result is None:
         refuse_draws(mask, score)
-    results = zip(statistics, call.seen, strict=True)
+    results = zip(call.see, call.computed, strict=True)
     arrays = [array for one, result in results if one.backward_reads_arrays for array in arrays_of(result)]
     read, others = [query, key, value, call.output, *arrays], [sinks, *call.table_arrays]
     versions = [*map(_sample, read), *map(_version, others)]
@@ -141,14 +140,14 @@ def attention_vjp(
             allowed = "d_output, the gradient of the output, d_seen, or both"
             raise ParameterError("vjp without a gradient", allowed, "vjp(numpy.ones_like(output))")
         if [*map(_sample, read), *map(_version, others)] != versions:
-            raise ChangedArrayError(
-                "an array of the call, or of its results, was changed in place before vjp was called",
-                "arrays with the entries of the call",
-                "copy the array before the call, or change it after vjp",
-            )
+            given = "an array of the call, or of its results, was changed in place before vjp was called"
+            allowed = "arrays with the entries of the call"
+            raise ChangedArrayError(given, allowed, "copy the array before the call, or change it after vjp")
         d_statistics = _read_gradients(d_seen, names, call.statistics, call.seen)
         gradients = call.differentiate(_read_gradient("output", d_output, call.output), d_statistics)
-        by_input = {name: gradients[id(tables[name]) if name in tables else name] for name in wrt}
+        for name, uses in tables.items():
+            gradients[name] = sum(gradients[id(table)] for table in uses)
+        by_input = {name: gradients[name] for name in wrt}
         return by_input | ({"scale": float(by_input["scale"][0])} if "scale" in by_input else {})
 
     return call.output, tuple(call.seen) if names is None else dict(zip(names, call.seen, strict=True)), vjp
@@ -157,55 +156,51 @@ def attention_vjp(
 class _Passes(BackwardPasses):
     """The backward passes of a cached call, and the hook of its forward pass."""
 
-    def __call__(self, entry: Entry, request: Request, operands: Operands, result: EntryResult) -> _Answer:
-        return _Answer(self, entry, request, result)
-
-
-class _Answer(NamedTuple):
-    """An answer of the call cache: the cached call (`passes`, `entry`), the inputs of this call, and its results."""
-
-    passes: _Passes
-    entry: Entry
-    request: Request
-    result: EntryResult
+    def __call__(self, *cached: Any) -> Any:
+        """Return these passes, and then entry, request, operands and result of a cached call as the answer."""
+        return self, *cached
 
 
 class _Call:
     """One call: its arguments, the results of its forward pass, and its backward pass.
 
-    Attributes
-    ----------
     output, seen : as in `attention`
-    answer : the answer of the call cache; None if the cache had no answer
+    see, computed : `Statistic.computed` of the statistics, and its results
+    result : the result of the call cache; None if the cache had no answer
     request : the request of the call; None if the call cannot be cached
     saved : output and lse with the head axis, as the backward pass reads them
-    inputs : the operands, the sinks, the seed and the number of threads, as `read_inputs` reads them
-    arrays : the arrays of the statistics in the order of `flatten_result`; () if a cached call has averaged one
+    inputs : the operands, the sinks and the seed, as `read_inputs` reads them
+    arrays : the arrays of `see` in the order of `flatten_result`
     table_arrays : the arrays that the formulas read
     """
 
     def __init__(self, operands: Operands, options: Options, tables: list[Table]) -> None:
         self.operands, self.options, self.statistics, self.tables = operands, options, options.see or [], tables
-        self.answer, self.request = self.look_up()
-        if self.answer is not None:
-            self.passes, entry, self.request, cached = self.answer
-            self.output, self.seen = cached.output, entry.build_seen(*cached[:3])
-            sinks = None if self.request.sinks is None else to_numpy(self.request.sinks)
-            self.saved, seed = (cached.output, cached.lse), cached.seed
-            self.arrays = () if any(statistic.mean is not None for statistic in entry.statistics) else cached.arrays
-            self.table_arrays = [*self.request.tables]
+        self.result: EntryResult | None = None
+        self.arrays: Sequence[Any]
+        answer, self.request = self.look_up()
+        if answer is not None:
+            self.passes, entry, request, _, self.result = answer
+            self.request, (self.output, lse, self.arrays, _, seed) = request, self.result
+            self.see, self.computed = request.see, entry.build_seen((self.output, lse, *self.arrays))
+            sinks = None if request.sinks is None else to_numpy(request.sinks)
+            self.saved, self.table_arrays = (self.output, lse), [*request.tables]
         else:
             problem = self.problem
-            result = solve(problem, options.kernel, options.threads)
-            self.output, self.seen = to_caller_layout(problem, result)
+            result = solve(problem)
+            self.see = problem.see
+            self.output, self.computed = to_caller(problem, result, self.see)
             output, lse, *self.arrays = flatten_result(problem.see, result)
             self.saved, sinks, seed = (output, lse), problem.sinks, problem.seed
             self.table_arrays = [table.array for table in problem.tables]
             if self.request is not None:
-                call_cache.insert(self.request, self.formulas, operands, problem, result, self.passes)
-        self.inputs = operands, sinks, seed, options.threads
+                call_cache.FirstCall(self.request, self.formulas, operands, problem, result, self.passes).store()
+        self.inputs = operands, sinks, seed
+        has_heads = operands[0].ndim > 3
+        self.axes = self.output.ndim - 2 - has_heads, has_heads  # the number of batch axes, and whether heads follow
+        self.seen = average_results(self.statistics, self.computed, *self.axes) if self.statistics else ()
 
-    def look_up(self) -> tuple[_Answer | None, Request | None]:
+    def look_up(self) -> tuple[Any, Request | None]:
         """Return (answer of the call cache, None). If there is no answer, return (None, request to store the call by).
 
         The result is (None, None) if the call cannot be cached.
@@ -220,7 +215,7 @@ class _Call:
         score_tables = () if request.score is None else request.score.tables
         places = tuple([[x.origin for x in score_tables].index(table.origin) for table in self.tables])
         request = request._replace(structure=request.structure._replace(wanted_tables=places))
-        return call_cache.answer(request, self.operands, self.options.threads)
+        return call_cache.answer(request, self.operands)
 
     @cached_property
     def formulas(self) -> tuple[Expression | None, ...]:
@@ -246,6 +241,7 @@ class _Call:
 
     def differentiate(self, d_output: Any, d_seen: list[Any]) -> dict[Any, Any]:
         """Return the gradients of query, key, value and sinks by name, and of each table by its id."""
+        d_seen = spread_gradients(self.statistics, d_seen, self.computed, *self.axes) if self.statistics else d_seen
         d_output = np.zeros_like(self.output) if d_output is None else d_output
         passes, inputs = self.passes, self.read_inputs(d_output, d_seen)
         gradients = passes.differentiate(inputs, partial(self.dispatch, passes.slots, d_output, d_seen))
@@ -258,22 +254,16 @@ class _Call:
 
     def read_inputs(self, d_output: Any, d_seen: list[Any]) -> BackwardInputs | None:
         """Return the inputs of a backward pass that the cache may repeat; None if only the full dispatch can do it."""
-        if self.answer is None or self.answer.result.is_lse_imprecise:
+        if self.request is None or self.result is None or self.result.is_lse_imprecise:
             return None
-        passes, entry, request, result = self.answer
-        if any(statistic.mean is not None for statistic in entry.statistics):
-            return None  # `dispatch` differentiates the means, a cached pass what they are means of
-        see = [cached.statistic for cached in entry.statistics]
-        given = self.join_gradients(see, d_output, d_seen, split_arrays(see, result.arrays, 0))
-        return read_inputs(request, passes.problem, given, *self.inputs)
+        return read_inputs(self.request, self.passes.problem, self.join_gradients(d_output, d_seen), *self.inputs)
 
-    def join_gradients(
-        self, see: Sequence[Statistic], d_output: Any, d_seen: Sequence[Any], arrays: Sequence[Sequence[Any]]
-    ) -> GivenGradients:
+    def join_gradients(self, d_output: Any, d_seen: Sequence[Any]) -> GivenGradients:
         """Return the gradients of all results. Those of `lse()` are added to the gradient of lse."""
-        of_lse = [d for d, x in zip(d_seen, see, strict=True) if d is not None and not x.num_arrays]
-        others = [d if x.num_arrays else None for d, x in zip(d_seen, see, strict=True)]
+        of_lse = [d for d, x in zip(d_seen, self.see, strict=True) if d is not None and not x.num_arrays]
+        others = [d if x.num_arrays else None for d, x in zip(d_seen, self.see, strict=True)]
         d_lse = reduce(add, of_lse) if of_lse else None
+        arrays = split_arrays(self.see, self.arrays, 0)
         return GivenGradients(d_output, d_lse, self.saved, d_seen=others, arrays=arrays)
 
     def dispatch(
@@ -283,11 +273,10 @@ class _Call:
         problem = self.problem
         if problem.heads_squeezed:
             d_output = d_output[..., None, :, :]
-            d_seen = [_add_head_axis(d, x, problem) for d, x in zip(d_seen, self.statistics, strict=True)]
-        given = self.join_gradients(self.statistics, d_output, d_seen, split_arrays(self.statistics, self.arrays, 0))
-        given = given._replace(wanted_tables=slots)
-        gradients = differentiate(problem, make_plan(problem, self.options.kernel), given, self.options.threads)
-        for statistic, d in zip(self.statistics, d_seen, strict=True):
+            d_seen = [_add_head_axis(d, x, problem) for d, x in zip(d_seen, self.see, strict=True)]
+        given = self.join_gradients(d_output, d_seen)._replace(wanted_tables=slots)
+        gradients = differentiate(problem, make_plan(problem), given)
+        for statistic, d in zip(self.see, d_seen, strict=True):
             if statistic.has_own_problem and d is not None:
                 gradients = self.add_own_problem(problem, gradients, statistic, d, slots)
         d_operands = zip((gradients.query, gradients.key, gradients.value), self.operands, strict=True)
@@ -299,15 +288,15 @@ class _Call:
     ) -> Gradients:
         """Return `gradients` plus those of a statistic that a second problem computes; d is its gradient."""
         own_problem = statistic.make_own_problem(problem)
-        result = solve(own_problem, self.options.kernel, self.options.threads)
+        result = solve(own_problem)
         d_own = np.zeros_like(result.output)
-        if not own_problem.see:  # the statistic is the output of its own problem, or a mean of this output
-            d_own[...] = spread_mean(statistic, d, d_own.shape, len(own_problem.batch_shape))
+        if not own_problem.see:  # the statistic is the output of its own problem
+            d_own[...] = d
         slot_of = {own_problem.tables[slot].origin: slot for slot in own_problem.score_table_indices}
         own_slots = [slot_of[problem.tables[slot].origin] for slot in slots]
         d_seen = (d,) if own_problem.see else ()
         given = GivenGradients(d_own, None, (result.output, result.lse), own_slots, d_seen=d_seen)
-        added = differentiate(own_problem, make_plan(own_problem, self.options.kernel), given, self.options.threads)
+        added = differentiate(own_problem, make_plan(own_problem), given)
         rows, heads, key_heads = (np.array(places, np.int64) for places in places_in(problem, statistic))
         tables = list(gradients.tables)
         for slot, own_slot in zip(slots, own_slots, strict=True):
@@ -320,21 +309,19 @@ class _Call:
 
 def _read_wrt(
     wrt: Any, inputs: Mapping[str, Any], score: Expression | None, scale_table: Table | None
-) -> dict[Input, Table]:
-    """Return a dict from tables and "scale" in `wrt` to their tables. An input without gradient is a ParameterError."""
-    origins = [] if score is None else [table.origin for table in score.tables if table.kind == "float"]
-    tables: dict[Input, Table] = {}
+) -> dict[Input, list[Table]]:
+    """Return, for each table and "scale" in `wrt`, the tables that the score reads of it.
+
+    An input without gradient is a ParameterError.
+    """
+    tables: dict[Input, list[Table]] = {}
     for name in wrt:
-        if isinstance(name, Table) and name.origin in origins:
-            tables[name] = name
+        if isinstance(name, Table) and (uses := find_uses(name, score)):
+            tables[name] = uses
         elif isinstance(name, str) and name == "scale" and scale_table is not None:
-            tables[name] = scale_table
+            tables[name] = [scale_table]
         elif not isinstance(name, str) or inputs.get(name) is None:
-            raise ParameterError(
-                f"wrt has {name!r}",
-                '"query", "key", "value", "scale", "sinks" if given, or a table (of floats, up to 4 axes) of the score',
-                _suggest_wrt(name),
-            )
+            raise ParameterError(f"wrt has {name!r}", INPUTS, _suggest_wrt(name))
     return tables
 
 
@@ -376,11 +363,8 @@ def _read_gradient(name: str, gradient: Any, result: Any) -> Any:
         return None
     array = read_floats("gradient", name, gradient)
     if array.shape != result.shape:
-        raise ShapeError(
-            f"a gradient of {name} of shape {array.shape}",
-            f"the shape of the result, {result.shape}",
-            "numpy.broadcast_to(gradient, result.shape)",
-        )
+        given, allowed = f"a gradient of {name} of shape {array.shape}", f"the shape of the result, {result.shape}"
+        raise ShapeError(given, allowed, "numpy.broadcast_to(gradient, result.shape)")
     return np.asarray(array, result.dtype, order="C")
 
 

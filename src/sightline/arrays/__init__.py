@@ -1,1 +1,1 @@
-"""Arrays of any library: their operations, their memory layouts, and the kinds that are refused."""
+"""Arrays of any library, their memory layouts, the kinds that are refused, and what caches have in common."""

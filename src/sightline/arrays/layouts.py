@@ -52,8 +52,6 @@ class Layout(NamedTuple):
 class Tensors(NamedTuple):
     """How tensors of torch are read.
 
-    Parameters
-    ----------
     types : the two types of tensors
     read : function (tensor) that returns its `Layout` and its address; None if the call needs the full dispatch
     conditions : functions without arguments; if the result of one is true, the call needs the full dispatch
@@ -68,7 +66,7 @@ class Tensors(NamedTuple):
     exchange: Any
 
 
-def parse(layouts: bytes) -> list[Layout]:
+def unpack(layouts: bytes) -> list[Layout]:
     """Return the layout of each array from the layouts that `read_arrays` returns."""
     words, found = iter(struct.unpack(f"{len(layouts) // 8}q", layouts)), []
     for head in words:

@@ -45,8 +45,6 @@ class Framework:
     Kernels read the arrays of these libraries as NumPy arrays. The functions below with the names of methods say
     what the methods return.
 
-    Parameters
-    ----------
     name : the name of the package
     is_native : True for NumPy, torch and JAX, whose arrays can be indexed by lists and by arrays
     has_device : True if a new array needs a device; NumPy has none, and JAX chooses it
@@ -61,6 +59,8 @@ class Framework:
     draw_seed: Callable[[], int] | None = None
 
     def namespace(self, array: Array) -> Any:
+        if self is NUMPY and hasattr(np, "astype"):  # NumPy 2.1, which needs no wrapper; its import takes 0.1 s
+            return np
         from array_api_compat import array_namespace
 
         return array_namespace(array)
@@ -183,14 +183,12 @@ _untraced: Callable[..., Any] | None = None
 
 def may_break_graph() -> bool:
     """True while torch.compile traces a function and may break its graph. False in torch.export: it needs one graph."""
-    if not is_compiling():
-        return False
-    compiler = sys.modules["torch"].compiler  # torch 2.6 has no `is_exporting`
-    return bool(compiler.is_dynamo_compiling()) and not getattr(compiler, "is_exporting", bool)()
+    compiler = sys.modules["torch"].compiler if is_compiling() else None  # torch 2.6 has no `is_exporting`
+    return compiler is not None and compiler.is_dynamo_compiling() and not getattr(compiler, "is_exporting", bool)()
 
 
 def untraced() -> Callable[..., Any]:
-    """Return a function (function, *arguments) that runs in eager mode: torch.compile breaks its graph at the call."""
+    """Return a function (function, *arguments) that runs in eager mode. torch.compile breaks its graph here, too."""
     global _untraced
     if _untraced is None:
         _untraced = sys.modules["torch"].compiler.disable(lambda function, *rest, **named: function(*rest, **named))
@@ -199,7 +197,15 @@ def untraced() -> Callable[..., Any]:
 
 def is_traced(array: Array) -> bool:
     """True if the entries of the array are unknown, because torch.compile or JAX traces."""
-    return is_compiling() or (framework(array) is JAX and isinstance(array, sys.modules["jax"].core.Tracer))
+    return is_compiling() or isinstance(array, getattr(sys.modules.get("jax.core"), "Tracer", ()))
+
+
+def store_first(values: dict[str, Any], name: str, value: Any) -> Any:
+    """Return the value that was first stored under this name, `value` if it is the first one."""
+    if is_compiling():  # torch.compile of torch 2.11 does not trace `setdefault` of an object's dict
+        values[name] = value
+        return value
+    return values.setdefault(name, value)  # it is atomic
 
 
 def namespace(array: Array) -> Any:
@@ -334,9 +340,14 @@ def detach(array: Array) -> Array:
     return framework(array).detach(array)
 
 
-def layout(array: Array) -> tuple[int, tuple[int, ...]]:
-    """Return (address of the first entry, strides in bytes) of an array in CPU memory that `detach` returned."""
-    return framework(array).address(array), framework(array).strides(array) or ()
+def address_of(array: Array) -> int:
+    """Return the address of the first entry of an array in CPU memory."""
+    return int(framework(array).address(array))
+
+
+def strides_of(array: Array) -> tuple[int, ...]:
+    """Return the strides of an array in bytes; () if it has none."""
+    return framework(array).strides(array) or ()
 
 
 def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -344,7 +355,7 @@ def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
 
     Code that was made for the memory layout of one array can read another array only if both layouts are equal.
     """
-    return dtype_name(array), tuple(array.shape), framework(array).strides(array) or ()
+    return dtype_name(array), tuple(array.shape), strides_of(array)
 
 
 def checksum(array: Array) -> bytes | int:

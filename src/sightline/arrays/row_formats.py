@@ -10,7 +10,7 @@ float16 numbers. The number x̂ that a code stands for is
     int4            x̂ = scale · code + offset,  code = 0 ... 15; the low bits of byte k of a group are the code of the
                                                 group's number k, the high bits the code of number k + 16
 
-`cpu.kernels.quantize` writes rows, and `cpu.codegen.packed_rows` reads them in kernels.
+`cpu.kernels.quantize` writes rows, and `cpu.codegen.formats` reads them in kernels.
 """
 
 from __future__ import annotations

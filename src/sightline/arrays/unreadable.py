@@ -18,26 +18,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DeviceError, DtypeError
-from .operations import JAX, TORCH, device, framework, is_compiling
+from .operations import JAX, TORCH, device, framework, is_traced
 
 
-class Kind(NamedTuple):
-    """A kind of arrays that cannot be read. `{x}` in `cure` stands for the array's name."""
+class Unreadable(NamedTuple):
+    """What is known of arrays that cannot be read. `{x}` in `cure` stands for the array's name."""
 
     description: str
     cure: str
 
 
-MASKED_ARRAY = Kind("a masked array of NumPy", "hide entries with mask=, and pass {x}.filled(0)")
+MASKED_ARRAY = Unreadable("a masked array of NumPy", "hide entries with mask=, and pass {x}.filled(0)")
 CURES = {"KVCache": "attention(query, cache): the cache stands for key and value"}  # for other objects, by their class
-SPARSE_JAX = Kind("a sparse array of JAX", "{x}.todense()")
+SPARSE_JAX = Unreadable("a sparse array of JAX", "{x}.todense()")
 # classes of torch by name; a subclass of one counts too
 TORCH_CLASSES = {
-    "UninitializedTensorMixin": Kind(
+    "UninitializedTensorMixin": Unreadable(
         "an uninitialized parameter, which has no entries", "call the lazy module once before its parameters are used"
     ),
-    "MaskedTensor": Kind("a masked tensor of torch", "hide entries with mask=, and pass {x}.get_data()"),
-    "CausalBias": Kind(
+    "MaskedTensor": Unreadable("a masked tensor of torch", "hide entries with mask=, and pass {x}.get_data()"),
+    "CausalBias": Unreadable(
         "a CausalBias of torch, which has no entries",
         "pass it as mask= of sightline.attention, or as attn_mask= of sightline.torch.scaled_dot_product_attention",
     ),
@@ -75,7 +75,7 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _refuse(name: str, kind: Kind | None) -> None:
+def _refuse(name: str, kind: Unreadable | None) -> None:
     if kind is not None:
         cure = kind.cure.format(x=_argument(name))
         raise DtypeError(f"{name} is {kind.description}", "plain arrays, with entries in memory", cure)
@@ -85,9 +85,9 @@ def _argument(name: str) -> str:
     return name if name.isidentifier() else "array"
 
 
-def _find_class(tensor: Any) -> Kind | None:
+def _find_class(tensor: Any) -> Unreadable | None:
     """Return the kind of a tensor whose class cannot be read; None for all others."""
-    if is_compiling():  # torch.compile cannot trace the bases of some classes
+    if is_traced(tensor):  # torch.compile cannot trace the bases of some classes
         return TORCH_CLASSES.get(type(tensor).__name__)
     for base in type(tensor).__mro__:
         if base.__name__ in TORCH_CLASSES and base.__module__.startswith("torch."):
@@ -95,11 +95,11 @@ def _find_class(tensor: Any) -> Kind | None:
     try:
         _ = tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
     except Exception as error:  # raised by the class's own __torch_function__
-        return Kind(f"a {type(tensor).__name__}, which has no shape and dtype: {error}", "pass a plain tensor")
+        return Unreadable(f"a {type(tensor).__name__}, which has no shape and dtype: {error}", "pass a plain tensor")
     return None
 
 
-def _find_kind(array: Any) -> Kind | None:
+def _find_kind(array: Any) -> Unreadable | None:
     """Return the kind of an array that cannot be read; None for all others. `_find_class` checks classes of torch."""
     if framework(array) is TORCH:
         return _find_layout(array)
@@ -109,7 +109,7 @@ def _find_kind(array: Any) -> Kind | None:
         with suppress(Exception):  # formulas and objects of other libraries raise errors of every kind
             has_entries = np.asarray(array).dtype.kind in "biuf"
         cure = "{x}=numpy.asarray({x})" if has_entries else CURES.get(name, "pass an array as {x}")
-        return Kind("None" if array is None else f"a {name}", cure)
+        return Unreadable("None" if array is None else f"a {name}", cure)
     # a masked array has loaded `numpy.ma`; an import here could be the first one, in a fork
     if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         return MASKED_ARRAY
@@ -117,23 +117,23 @@ def _find_kind(array: Any) -> Kind | None:
         return None if isinstance(array, sys.modules["jax"].Array) else SPARSE_JAX
     if any(hasattr(array, method) for method in READABLE):
         return None
-    return Kind(f"a {type(array).__name__}, which NumPy cannot read", "pass a plain array of its entries")
+    return Unreadable(f"a {type(array).__name__}, which NumPy cannot read", "pass a plain array of its entries")
 
 
-def _find_layout(tensor: Any) -> Kind | None:
+def _find_layout(tensor: Any) -> Unreadable | None:
     """Return the kind of a tensor that is nested, quantized or not strided; None for all others."""
     if str(tensor.layout) == "torch.strided" and not (tensor.is_nested or tensor.is_quantized):
         return None
     layout = str(tensor.layout)
     if tensor.is_nested:
-        return Kind(
+        return Unreadable(
             "a nested tensor" if "jagged" in layout else "a nested tensor in the strided layout",
             "attention takes query, key and value nested with layout=torch.jagged, and formulas as masks; for other "
             "arguments and functions pass {x}.values() and mask=sightline.documents(lengths=...)",
         )
     if tensor.is_quantized:
-        return Kind(f"a quantized tensor, {tensor.dtype}", "{x}.dequantize()")
-    return Kind(f"a {'sparse ' * ('sparse' in layout)}tensor in the layout {layout}", "{x}.to_dense()")
+        return Unreadable(f"a quantized tensor, {tensor.dtype}", "{x}.dequantize()")
+    return Unreadable(f"a {'sparse ' * ('sparse' in layout)}tensor in the layout {layout}", "{x}.to_dense()")
 
 
 def check_memory(name: str, array: Any) -> None:
@@ -176,8 +176,6 @@ def check_device(what: str, array: Any, query: Any) -> None:
 def refuse_subclass(named: Sequence[tuple[str, Any]], error: Exception) -> None:
     """If a tensor's class is a subclass of torch's, raise DtypeError, whose cause is the error of torch's operator.
 
-    Parameters
-    ----------
     named : pairs (name, tensor); the tensor may be None
     error : the error that torch, or the class of a tensor, raised
     """

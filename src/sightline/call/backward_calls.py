@@ -1,45 +1,38 @@
-"""Repeated backward passes: bound calls of the backward kernel, kept beside the cached forward call.
+"""Repeated backward passes: entries of backward passes, kept beside the cached forward call.
 
-A bound call is a kernel call that lacks only the addresses of its arrays, the numbers of its formulas and the seed.
-Torch's graph, `attention_vjp` and compiled programs of JAX hold a `BackwardPasses`. Its method `differentiate` gets the
-`BackwardInputs` of one backward pass, and calls
+An entry is a backward pass that lacks only its inputs. Torch's graph, `attention_vjp` and compiled programs of JAX hold
+a `BackwardPasses`. Its method `differentiate` gets the `BackwardInputs` of one backward pass, and calls
 
-    repeat    which runs the bound call of an earlier pass, found by `CallLookup.find_or_run`, or if there is none:
+    repeat    which runs the entry of an earlier pass, found by `CallLookup.find_or_run`, or if there is none:
     dispatch  the full dispatch of the caller: all checks, the choice of a kernel, and its planning
-    keep      which stores the bound call that the full dispatch made
+    keep      which stores the entry that the kernel of the full dispatch makes
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from ..arrays.layouts import FRAMEWORKS
-from ..arrays.operations import accumulator, convert, dtype_name, has_heads_in_rows, namespace, to_numpy
-from ..caching import store
+from ..arrays.caching import store_entry
+from ..arrays.operations import convert, to_numpy
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..statistics import StatisticGradients, statistic_gradients, unwrap_mean
+from ..statistics import StatisticGradients, statistic_gradients
 from ..statistics.dispatch import formulas_of
-from .gradient_parts import differentiate_sinks, subtract_rounding, widen
-from .kernel import BACKWARD_OPERANDS, BACKWARD_SUMS, GivenGradients, Gradients
+from .kernel import GivenGradients, Gradients
 from .lookup import LOOKUP
-from .problem import NUM_OPERANDS, OPERANDS, Problem
+from .problem import OPERANDS, Problem
 from .request import Request
 
-if TYPE_CHECKING:
-    from ..cpu.launch.backward import BoundBackward
-    from ..cpu.launch.prepared_call import PreparedCall
-
+BACKWARD_OPERANDS = (*OPERANDS, "output", "d_output", "lse")  # what a backward pass reads before the tables
 MAX_BACKWARD_ENTRIES = 8  # the most entries of one `BackwardPasses`; beyond it, the oldest entry is dropped
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of a bound backward pass.
+    """The inputs of a repeated backward pass.
 
     operands : query, key and value
     output, lse : the results of the forward pass; lse is float64
@@ -48,7 +41,7 @@ class BackwardInputs(NamedTuple):
     tables, numbers : the tables and numbers of mask and score, and of the formulas that the statistics add
     structure : the formulas that the statistics add, and what else the kernel depends on; () if only the output has a
         gradient
-    sinks, seed, threads : as in `attention`; without a seed, `seed` is 0
+    sinks, seed : as in `attention`; without a seed, `seed` is 0
     """
 
     operands: Sequence[Any]
@@ -61,26 +54,22 @@ class BackwardInputs(NamedTuple):
     structure: tuple[Any, ...]
     sinks: Any = None
     seed: int = 0
-    threads: int | None = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays of `BACKWARD_OPERANDS`, and the tables."""
+        return (*self.operands, self.output, self.d_output, self.lse, *self.tables)
 
 
 def read_inputs(
-    request: Request,
-    problem: Problem,
-    given: GivenGradients,
-    operands: Sequence[Any],
-    sinks: Any,
-    seed: int,
-    threads: int | None,
+    request: Request, problem: Problem, given: GivenGradients, operands: Sequence[Any], sinks: Any, seed: int
 ) -> BackwardInputs | None:
-    """Return the inputs of a bound call; None if the gradients need the full dispatch.
+    """Return the inputs of a repeated pass; None if the gradients need the full dispatch.
 
-    Parameters
-    ----------
     request : the request of the forward pass
     problem : `BackwardPasses.problem`
     given : the gradients of the results; for a mean, those of the arrays before they are averaged
-    operands, sinks, seed, threads : see `BackwardInputs`
+    operands, sinks, seed : see `BackwardInputs`
     """
     d_output, (output, lse) = given.d_output, given.saved
     if d_output is None:
@@ -98,14 +87,14 @@ def read_inputs(
         read = structure_of(*request.formulas()[:2], *added.formulas.values())
         tables, numbers = tuple([table.array for table in read.tables]), read.numbers
         structure = d_lse is None, added.needs_weights_sum, *added.formulas, *read.formulas
-    return BackwardInputs(operands, output, lse, d_output, d_lse, tables, numbers, structure, sinks, seed, threads)
+    return BackwardInputs(operands, output, lse, d_output, d_lse, tables, numbers, structure, sinks, seed)
 
 
 def _add_statistics(
     request: Request, problem: Problem, given: GivenGradients, operands: Sequence[Any]
 ) -> StatisticGradients | None:
-    """Return the terms that the gradients of the statistics add; None if a bound call cannot compute them."""
-    see, (output, lse) = tuple([unwrap_mean(statistic) for statistic in request.see]), given.saved
+    """Return the terms that the gradients of the statistics add; None if a repeated pass cannot compute them."""
+    see, (output, lse) = request.see, given.saved
     if any(d is not None and one.backward_computes for one, d in zip(see, given.d_seen, strict=True)):
         return None
     query, key, value = operands
@@ -114,37 +103,44 @@ def _add_statistics(
     return None if added.includes_zero_weights else added
 
 
-@dataclass(frozen=True)
-class BackwardEntry:
-    """A bound call of the backward pass, an entry for `CallLookup.find_or_run`.
+class RepeatedBackward(Protocol):
+    """A backward pass that lacks only its inputs, an entry for `CallLookup.find_or_run`."""
 
-    prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
-    weights_sum : a forward pass that computes Σⱼ P_ij w_ij, which is subtracted from d_lse, where w is the formula that
-        the statistics add to dP; None if nothing is subtracted
-    output : a forward pass on widened operands, whose output is not rounded; None if the rounded output suffices
-    """
+    def run(self, passes: BackwardPasses, inputs: BackwardInputs, addresses: Sequence[int], results: Any) -> Any:
+        """Return the gradients that `BackwardPasses` lists; None if the pass needs the full dispatch.
 
-    prepared: PreparedCall
-    weights_sum: PreparedCall | None
-    output: PreparedCall | None
+        `addresses` are those of `inputs.arrays`. `results` are those of the call that generated code has run, or None.
+        """
+
+
+class RepeatableBackward(Protocol):
+    """What a kernel knows of a backward pass that it has computed and can repeat."""
+
+    def make_entry(
+        self,
+        passes: BackwardPasses,
+        inputs: BackwardInputs,
+        addresses: Sequence[int],
+        formulas: Sequence[Expression | None],
+    ) -> RepeatedBackward | None:
+        """Return an entry; None if the pass did not read the caller's arrays, or cannot be repeated.
+
+        `inputs` and `addresses` are those of `RepeatedBackward.run` in this pass, and `formulas` are mask and score.
+        """
 
 
 @dataclass
 class BackwardPasses:
-    """The backward passes of calls that differ only in arrays and numbers. A known pass runs its bound call again.
+    """The backward passes of calls that differ only in arrays and numbers. A known pass runs its entry again.
 
     Gradients are lists: of query, key, value, then of the tables `slots`, then of the sinks if `wants_sinks` is true.
 
-    Parameters
-    ----------
     problem : a problem with the options of the calls; its arrays are not read
     slots : the indices in `Problem.tables` of the tables whose gradients are requested
     places : the indices of these tables in `BackwardInputs.tables`
     wants_sinks : True if the gradient of the sinks is requested
 
-    Attributes
-    ----------
-    entries : the bound calls by layouts and structure; a copy of the object has none
+    entries : the entries by layouts and structure; a copy of the object has none
     """
 
     problem: Problem
@@ -173,11 +169,9 @@ class BackwardPasses:
     def differentiate(
         self, inputs: BackwardInputs | None, dispatch: Callable[[], tuple[Gradients, Sequence[Expression | None]]]
     ) -> list[Any]:
-        """Return the gradients by a bound call, or else by `dispatch`.
+        """Return the gradients by an entry, or else by `dispatch`.
 
-        Parameters
-        ----------
-        inputs : what a bound call reads; None if no bound call can compute this pass
+        inputs : what an entry reads; None if no entry can compute this pass
         dispatch : function that computes the gradients by the full dispatch, and returns (gradients, (mask, score))
         """
         gradients = self.repeat(inputs)
@@ -188,115 +182,26 @@ class BackwardPasses:
         return gradients
 
     def repeat(self, inputs: BackwardInputs | None) -> list[Any] | None:
-        """Return the gradients by a stored bound call; None if no call fits these arrays, or if the call fails."""
+        """Return the gradients by a stored entry; None if no entry fits these arrays, or if the entry fails."""
         if inputs is None:
             return None
-        arrays = (*inputs.operands, inputs.output, inputs.d_output, inputs.lse, *inputs.tables)
-        found = LOOKUP.find_or_run(self.entries, inputs.structure, inputs.numbers, *arrays)
+        found = LOOKUP.find_or_run(self.entries, inputs.structure, inputs.numbers, *inputs.arrays)
         if found is None or found[0] is None:
             return None
         entry, results, _, *addresses = found
-        d_lse = inputs.d_lse
-        if entry.weights_sum is not None:
-            d_lse = _subtract_sum(entry.weights_sum, d_lse, inputs, arrays, addresses)
-            if d_lse is None:
-                return None
-        if entry.output is not None:
-            d_lse = _correct_d_lse(entry.output, d_lse, inputs, addresses)
-            if d_lse is None:
-                return None
-        if results is None:
-            status, results = entry.prepared.run(
-                addresses, inputs.tables, inputs.numbers, inputs.threads, arrays, d_lse=d_lse, seed=inputs.seed
-            )
-            if status is None:
-                return None
-        call, dtype = entry.prepared.call, inputs.operands[0].dtype
-        gradients: list[Any] = call.combine(results[: len(BACKWARD_SUMS)])
-        if gradients[0].dtype != dtype:
-            xp = namespace(gradients[0])
-            gradients = [xp.astype(gradient, dtype) for gradient in gradients]
-        if self.slots or self.wants_sinks:
-            gradients += self._differentiate_learned(call, inputs, d_lse, results[len(BACKWARD_SUMS) :])
-        return gradients
-
-    def _differentiate_learned(
-        self, call: BoundBackward, inputs: BackwardInputs, d_lse: Any, table_sums: Sequence[Any]
-    ) -> list[Any]:
-        """Return the gradients of the tables and the sinks from the sums of a bound call."""
-        tables = {slot: inputs.tables[place] for slot, place in zip(self.slots, self.places, strict=True)}
-        totals = call.sum_tables(table_sums, tables)
-        gradients = [totals.get(slot) for slot in self.slots]
-        if self.wants_sinks:
-            output, lse = inputs.output, convert(inputs.lse, inputs.output)
-            d_lse = None if d_lse is None else convert(d_lse, output)
-            gradients.append(differentiate_sinks(inputs.sinks, inputs.d_output, d_lse, output, lse))
+        gradients: list[Any] | None = entry.run(self, inputs, addresses, results)
         return gradients
 
     def keep(self, found: Gradients, inputs: BackwardInputs | None, formulas: Sequence[Expression | None]) -> None:
-        """Store the bound call of a backward pass that went through the full dispatch, if it read the caller's arrays.
+        """Store an entry of a backward pass that went through the full dispatch, if the pass can be repeated.
 
-        Parameters
-        ----------
-        found : the gradients, with their bound call
-        inputs : what a bound call reads when the pass is repeated; None if the pass cannot be repeated
+        found : the gradients
+        inputs : what an entry reads when the pass is repeated; None if the pass cannot be repeated
         formulas : mask and score
         """
-        call = found.bound_call
-        if call is None or inputs is None:
+        if found.repeatable is None or inputs is None:
             return
-        operands, output = inputs.operands, inputs.output
-        structure = structure_of(*formulas, *found.bound_formulas)
-        read = LOOKUP.read_arrays(*operands, output, inputs.d_output, inputs.lse, *inputs.tables)
-        if read is None or read[1:][: len(call.first_operands)] != call.first_operands:
-            return
-        make_empty, dtype = FRAMEWORKS[type(output)].make_empty, accumulator(dtype_name(output))
-        num_keys, rows, in_rows = operands[1].shape[-2], output.shape[:-1], has_heads_in_rows(operands[0])
-        weights_sum = exact = None
-        if found.bound_sum is not None:
-            makers = make_empty((*rows, 1), output.dtype, in_rows), make_empty(rows, dtype)
-            first = structure.first(len(formulas) + 1)
-            weights_sum = found.bound_sum.prepare(inputs.tables, first, OPERANDS, ("output",), makers, num_keys)
-            if weights_sum is None:
-                return
-        if found.bound_output is not None:
-            makers = make_empty(output.shape, dtype, in_rows), make_empty(rows, "float64")
-            first = structure.first(len(formulas))
-            exact = found.bound_output.prepare(inputs.tables, first, OPERANDS, ("output", "lse"), makers, num_keys)
-            if exact is None:
-                return
-        sum_makers = [make_empty(shape, dtype) for shape in call.sum_shapes]
-        sum_makers += [partial(np.zeros, shape, kind) for shape, kind in call.table_sums]
-        # Python computes d_lse and the seed
-        can_be_direct = not inputs.structure and not self.problem.dropout and exact is None
-        prepared = call.prepare(
-            inputs.tables, structure, BACKWARD_OPERANDS, BACKWARD_SUMS, sum_makers, num_keys, can_be_direct
-        )
-        if prepared is not None:
-            entry = BackwardEntry(prepared, weights_sum, exact)
-            store(self.entries, (read[0], inputs.structure), entry, MAX_BACKWARD_ENTRIES)
-
-
-def _subtract_sum(
-    prepared: PreparedCall, d_lse: Any, inputs: BackwardInputs, arrays: tuple[Any, ...], addresses: Sequence[int]
-) -> Any:
-    """Return d_lse minus the sum `BackwardEntry.weights_sum`; None if the sum needs the full dispatch."""
-    used = *addresses[:NUM_OPERANDS], *addresses[len(BACKWARD_OPERANDS) :]
-    status, results = prepared.run(used, inputs.tables, inputs.numbers, inputs.threads, arrays, sinks=inputs.sinks)
-    if status != 0:
-        return None
-    sums = to_numpy(results[1]).astype(np.float64)
-    return -sums if d_lse is None else d_lse - sums
-
-
-def _correct_d_lse(prepared: PreparedCall, d_lse: Any, inputs: BackwardInputs, addresses: Sequence[int]) -> Any:
-    """Return d_lse as `subtract_rounding` corrects it for a rounded output; None if that needs the full dispatch."""
-    wide = widen(*inputs.operands)
-    used = *map(FRAMEWORKS[type(inputs.output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
-    status, exact = prepared.run(
-        used, inputs.tables, inputs.numbers, inputs.threads, (wide, inputs), sinks=inputs.sinks, seed=inputs.seed
-    )
-    if status is None:
-        return None
-    corrected = to_numpy(subtract_rounding(d_lse, inputs.d_output, (inputs.output, inputs.lse), exact))
-    return np.ascontiguousarray(corrected, np.float64)
+        read = LOOKUP.read_arrays(*inputs.arrays)
+        entry = None if read is None else found.repeatable.make_entry(self, inputs, read[1:], formulas)
+        if read is not None and entry is not None:
+            store_entry(self.entries, (read[0], inputs.structure), entry, MAX_BACKWARD_ENTRIES)

@@ -31,8 +31,6 @@ def join_spec(
 ) -> CallSpec:
     """Return the specification of the joined call.
 
-    Parameters
-    ----------
     spec : the specification of the call of one element
     old : arrays with the shapes and dtypes of those of one element, each table an object of its own
     new : the arrays of the tables of the joined call; a mapped table has a new first axis
@@ -61,7 +59,7 @@ def join_spec(
 
     mask, score = (None if formula is None else join(formula) for formula in spec.formulas(old.tables))
     see = tuple([change(statistic).map_formulas(join) for statistic in problem.see])
-    joined, found = CallSpec.of(replace(problem, mask=mask, score=score, see=see), spec.kernel, spec.threads)
+    joined, found = CallSpec.of(replace(problem, mask=mask, score=score, see=see))
     if [id(table.array) for table in found] != list(map(id, new)):
         raise RuntimeError("the joined formulas read their tables in another order")
     return joined

@@ -10,7 +10,7 @@ from ..formula.tile_ranges import find_tile_ranges
 from .kernel import Plan
 from .problem import Problem
 
-TILE = (64, 64)  # queries and keys of a counted tile on every machine; with AVX2, for example, kernels have 16 × 64
+COUNTED_TILE = (64, 64)  # queries and keys, on every machine; a kernel's tile may be another, such as 16 × 64
 SHARED = "stored and read once for several sequences; the figures below count a copy for each sequence"
 
 
@@ -48,7 +48,7 @@ class Explanation:
         """
         B, H, n, m = problem.extent
         pairs = plan.kernel.pairs(problem)
-        tiles = find_tile_ranges(problem.mask, problem.extent, *TILE).tiles if pairs is None else {}
+        tiles = find_tile_ranges(problem.mask, problem.extent, *COUNTED_TILE).tiles if pairs is None else {}
         total = sum(tiles.values())
         share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
         dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
@@ -90,6 +90,9 @@ class Explanation:
         total = max(sum(self.tiles.values()), 1)
         candidates = [name for name, reasons in self.refusals.items() if not reasons]
         share = ", ".join(f"{count:,} {kind} ({count / total:.1%})" for kind, count in self.tiles.items())
+        flops, dense_flops = (format_amount(count, 1000, "") for count in (self.flops, self.dense_flops))
+        sizes = self.bytes_read_and_written, self.memory, self.dense_memory
+        size, memory, dense_memory = (format_amount(count, 1024, "B") for count in sizes)
         lines = [
             ("problem", self.shape),
             *(("", formula) for formula in self.formulas),
@@ -100,10 +103,10 @@ class Explanation:
             *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),
             *(("statistic", f"{statistic}: {how}") for statistic, how in self.statistics.items()),
             *([("shared", f"up to {self.shared_keys:,} keys: {SHARED}")] if self.shared_keys else []),
-            *([("tiles", f"{share}, each {TILE[0]} × {TILE[1]}")] if self.tiles else []),
-            ("FLOPs", f"{_format(self.flops, 1000, '')} of the dense form's {_format(self.dense_flops, 1000, '')}"),
-            ("bytes", f"{_format(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
-            ("memory", f"{_format(self.memory, 1024, 'B')}; the dense form {_format(self.dense_memory, 1024, 'B')}"),
+            *([("tiles", f"{share}, each {COUNTED_TILE[0]} × {COUNTED_TILE[1]}")] if self.tiles else []),
+            ("FLOPs", f"{flops} of the dense form's {dense_flops}"),
+            ("bytes", f"{size} read and written at least"),
+            ("memory", f"{memory}; the dense form {dense_memory}"),
         ]
         page = [f"{name:<14}{text}" for name, text in lines]
         return "\n".join([*page, *(f"\n{name}\n\n{text}" for name, text in self.sources.items())])
@@ -123,7 +126,8 @@ def _formula_lines(problem: Problem) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _format(amount: float, step: int, unit: str) -> str:
+def format_amount(amount: float, step: int, unit: str) -> str:
+    """Return three digits of an amount, with the prefix of its unit. `step` is 1000, or 1024 for bytes."""
     prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
     power = 0
     while round(amount, 1) >= 999.5 and power < len(prefixes) - 1:

@@ -21,6 +21,7 @@ OPTIONS_OF = {
     "torch.distributed.attention": (
         *("mask", "score", "scale", "sinks", "dropout", "seed", "see", "threads", "group", "layout", "method"),
     ),
+    "jax.distributed.attention": ("mask", "score", "scale", "sinks", "see", "layout"),
 }
 
 _CAUSAL = 'mask=sightline.causal(); causal("lower right") if the queries are the last positions of the keys'
@@ -68,7 +69,6 @@ CURES: dict[str, str] = {
     **dict.fromkeys(("s_aux", "sink", "learnable_sink", "attention_sinks"), "sinks=array of one logit for each head"),
     **dict.fromkeys(("deterministic", "backend", "implementation", "kernel_options", "op"), _NO_OPTION),
     **dict.fromkeys(("qkv_format", "input_layout", "tensor_layout", "is_bhsd"), 'layout="BHND" or layout="BNHD"'),
-    **dict.fromkeys(("ranks", "flops", "bandwidth"), "nothing here: sightline.explain has it"),
     **dict.fromkeys(("group", "method"), "nothing here: sightline.torch.distributed.attention has it"),
     "shards": 'layout="contiguous" or layout="zigzag" of sightline.torch.distributed.attention',
     **dict.fromkeys(("past_key_value", "past_key_values", "kv_cache", "cache"), "attention(query, cache) of a KVCache"),
@@ -79,8 +79,6 @@ POSITIONAL_CURE = "write the names: attention(query, key, value, mask=..., score
 def refuse_arguments(function: str, positional: Sequence[Any], unknown: dict[str, Any]) -> NoReturn:
     """Raise UnknownArgumentError for arguments that `attention` and the functions with its options do not have.
 
-    Parameters
-    ----------
     function : the name of the function
     positional : the positional arguments after `value`
     unknown : the keyword arguments that the function does not have

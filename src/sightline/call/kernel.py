@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import KernelRefusedError, ParameterError
-from ..formula.expression import Expression, walk
+from ..formula.expression import walk
 from ..statistics import Statistic, StatisticGradients
-from .problem import OPERANDS, Problem
+from .problem import Problem
 
 if TYPE_CHECKING:
-    from ..cpu.launch.backward import BoundBackward
-    from ..cpu.launch.bound_call import BoundCall
-    from ..cpu.launch.weights_pass import StatisticsPass
-    from ..gpu.launch.launches import RecordedCall
+    from .backward_calls import RepeatableBackward
+    from .call_cache import RepeatableForward
 
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
 
@@ -44,18 +42,13 @@ class Result:
     output : (*batch_shape, H, n, d_v), the dtype of the query
     lse : (*batch_shape, H, n) float64, because weights that are computed from the lse inherit its error
     seen : the result of each statistic of `problem.see`
-    bound_call : repeats the call on the CPU for other arrays of the same layout; None if the kernel provides none
-    bound_passes : with `bound_call`, the passes that computed statistics of `problem.see`; the forward kernel computed
-        the other statistics
-    recorded_call : what a bound call on a GPU can be made from; or None
+    repeatable : makes an entry of the call cache; None if the call cannot be repeated
     """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
-    bound_call: BoundCall | None = None
-    bound_passes: Sequence[StatisticsPass] = ()
-    recorded_call: RecordedCall | None = None
+    repeatable: RepeatableForward | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +57,7 @@ class Gradients:
 
     `sinks`, or an element of `tables`, is None if that input has no gradient.
 
-    bound_call, recorded_call : as in `Result`
-    bound_formulas : the formulas that `bound_call` reads besides mask and score: those of `StatisticGradients.formulas`
-    bound_sum : repeats the sum over keys of the weights times the first of `bound_formulas`; None if the call needed no
-        such sum
-    bound_output : repeats the forward pass on widened operands; None if the gradients follow from the output as it was
-        rounded
+    repeatable : makes an entry of a repeated backward pass; None if the pass cannot be repeated
     """
 
     query: Any
@@ -77,11 +65,7 @@ class Gradients:
     value: Any
     tables: tuple[Any, ...]
     sinks: Any
-    bound_call: BoundBackward | None = None
-    bound_formulas: tuple[Expression, ...] = ()
-    bound_sum: BoundCall | None = None
-    bound_output: BoundCall | None = None
-    recorded_call: RecordedCall | None = None
+    repeatable: RepeatableBackward | None = None
 
     def flatten(self, tables: Sequence[int], has_sinks: bool) -> list[Any]:
         """Return the gradients of query, key, value, the tables with these indices, and the sinks if there are any."""
@@ -124,11 +108,6 @@ class Tangents:
     sinks: Any = None
 
 
-# The arrays that a backward kernel reads besides tables, and the sums that the CPU's kernel returns as gradients.
-BACKWARD_OPERANDS = (*OPERANDS, "output", "d_output", "lse")
-BACKWARD_SUMS = ("d_query", "d_key", "d_value")
-
-
 class Kernel(ABC):
     """One way to compute attention. A new kernel is a subclass, listed in `api.kernels.KERNELS`."""
 
@@ -152,11 +131,13 @@ class Kernel(ABC):
         return ""
 
     @abstractmethod
-    def run(self, problem: Problem, threads: int | None = None) -> Result:
+    def run(self, problem: Problem) -> Result:
         """Compute the output, the lse and the statistics of the problem."""
 
     def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
         """Return how the kernel computes a statistic, as text."""
+        if not statistic.num_arrays:  # it is lse
+            return "computed with the output"
         return "a call of its own" if statistic.has_own_problem else "array operations on tiles of weights: slow"
 
     def sources(self, problem: Problem) -> dict[str, str]:
@@ -172,16 +153,14 @@ class Kernel(ABC):
         """
         yield Refusal(f"{self.name} has no backward pass", "leave kernel=None")
 
-    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients | None:
+    def backward(self, problem: Problem, given: GivenGradients) -> Gradients | None:
         """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, or None if the kernel cannot compute them.
 
         The kernel cannot compute them if `refuses_backward` yields a reason, or if a gradient turns out NaN or ∞.
         """
         return None
 
-    def tangent(
-        self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None
-    ) -> tuple[Any, Any] | None:
+    def tangent(self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tuple[Any, Any] | None:
         """Return the tangents of output and lse for tangents of the inputs; None if the kernel cannot compute them.
 
         The kernel cannot compute them if it has no code for that, or if a tangent turns out NaN or ∞. `saved` is
@@ -205,12 +184,8 @@ class Plan:
 def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = None) -> Plan:
     """Return the plan with the cheapest kernel that does not refuse; with the kernel named `forced` if it is given.
 
-    Raises
-    ------
-    ParameterError
-        `forced` is not the name of a kernel.
-    KernelRefusedError
-        The kernel named `forced` refuses. The message holds every reason with its cure.
+    Raise ParameterError if no kernel has this name, and KernelRefusedError if the kernel refuses. The message of the
+    second error holds every reason with its cure.
     """
     refusals = {kernel.name: tuple(kernel.refuses(problem)) for kernel in kernels}
     if forced is None:

@@ -14,10 +14,14 @@ first call: all checks, the choice of a kernel, and its planning.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..arrays.caching import store_entry
 from ..arrays.layouts import NO_TENSORS, Tensors, read_arrays
-from ..caching import store
+
+if TYPE_CHECKING:
+    from .call_cache import Entry, Operands
+    from .request import Request
 
 MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end, so the least recently used is dropped
 
@@ -25,15 +29,18 @@ MAX_CACHED_CALLS = 256  # the call cache moves an entry that was used to the end
 class CallLookup:
     """Reads arrays and looks calls up, in Python, or by generated code from the first repeated call on.
 
-    Attributes
-    ----------
     find_or_run : function that the module's docstring describes
     tensors : how tensors of torch are read
-    make_find_or_run : function (tensors) that returns the generated `find_or_run`, or None; `sightline.cpu` sets it
     is_generated : False until `generate` was called
+
+    `sightline.cpu` sets these two, because the CPU's kernels and generated code have them:
+
+    make_find_or_run : function (tensors) that returns the generated `find_or_run`, or None
+    find_relative : function (request, operands) that returns an entry made from a call with other lengths, or None
     """
 
     make_find_or_run: Callable[[Tensors], Callable[..., Any] | None]
+    find_relative: Callable[[Request, Operands], Entry | None]
 
     def __init__(self) -> None:
         self.serve_tensors(NO_TENSORS)
@@ -68,4 +75,4 @@ LOOKUP = CallLookup()
 
 def store_call(calls: dict[Any, Any], key: Any, entry: Any) -> None:
     """Store a call. The dict keeps `MAX_CACHED_CALLS` calls."""
-    store(calls, key, entry, MAX_CACHED_CALLS)
+    store_entry(calls, key, entry, MAX_CACHED_CALLS)

@@ -24,13 +24,13 @@ from typing import Any, cast
 import numpy as np
 
 from ..arrays import operations as arrays
+from ..arrays.caching import cached_property
 from ..arrays.row_formats import RowFormat
 from ..arrays.unreadable import check_device
-from ..caching import cached_property
 from ..errors import DeviceError
 from ..formula.batch_axes import align_batch_axes
 from ..formula.expression import Expression, conjoin, parse_text, specialize, table_lookup
-from ..formula.formula_checks import check_formula, is_valid_for_all_entries
+from ..formula.formula_checks import Extent, check_formula, is_valid_for_all_entries
 from ..formula.tables import Table, bounds_key
 from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from ..formula.tile_ranges import hidden_condition
@@ -40,8 +40,6 @@ from .options import Options
 
 OPERANDS = ("query", "key", "value")  # the first arrays of every list of arguments
 NUM_OPERANDS = len(OPERANDS)
-
-Extent = tuple[int, int, int, int]
 
 _NORMALIZED = TensorCache(4096)
 MAX_SMALL_FLOPS = 2**31  # the most FLOPs of a problem that is small on a GPU: 10 µs at 200 TFLOP/s
@@ -64,13 +62,15 @@ class Problem:
     scale: float
     dropout: float
     seed: int
-    see: tuple[Statistic, ...]
+    see: tuple[Statistic, ...]  # `Statistic.computed` of those that were requested
     heads_squeezed: bool  # True if the caller's arrays have no head axis
     # Dropout adds this position (b, h, i, j) of the first pair to its counter. It is not 0 if the problem is a part of
     # a larger one. Its j is a multiple of 4.
     dropout_origin: Extent = field(default=(0, 0, 0, 0), kw_only=True)
     # How the rows of key and of value are quantised; their last axis then has bytes. None for arrays of floats.
     row_formats: tuple[RowFormat, RowFormat] | None = field(default=None, kw_only=True)
+    kernel: str | None = field(default=None, kw_only=True)
+    threads: int | None = field(default=None, kw_only=True)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -188,43 +188,25 @@ class Problem:
 
 
 def make_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
-    """Return the problem that these arguments of `sightline.attention` describe, after every check of the arguments.
-
-    Raises
-    ------
-    DtypeError
-        An array is not float16, bfloat16, float32 or float64, or the arrays differ in dtype.
-    DeviceError
-        The arrays come from different frameworks or lie on different devices.
-    ShapeError
-        The shapes do not fit the shape legend at the top of this module.
-    MaskError
-        The mask is not a condition, or the score is a condition.
-    FormulaError
-        A formula has no meaning.
-    TableError
-        A formula reads outside its table.
-    ParameterError
-        scale is outside the range of the accumulator's dtype, dropout is outside [0, 1], dropout has no seed, or `see`
-        holds an object that is not a statistic, or a statistic that does not fit the problem.
-    """
+    """Return the problem that these arguments of `sightline.attention` describe, after every check of the arguments."""
     return validate(parse(query, key, value, Options(**options)))
 
 
-def parse(query: Any, key: Any, value: Any, options: Options) -> Problem:
+def parse(query: Any, key: Any, value: Any, options: Options, warns: bool = True) -> Problem:
     """Return the problem after every check that needs only shapes, dtypes and parameters, not the entries of arrays.
 
-    `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
+    `parse` is the first half of `make_problem`. torch.compile traces it without warnings, so it uses only plain Python.
     """
+    validation.check_choice(options.kernel, options.threads)
     named = {"query": query, "key": key, "value": value}
     validation.check_arrays(named, options.row_formats is not None)
     heads_squeezed = query.ndim < 4
     query, key, value = validation.broadcast_inputs(named, options.row_formats)
     lengths = query.shape[-2], key.shape[-2]
-    formula = validation.read_score(options.score)
+    formula = validation.read_score(options.score, warns)
     scale = specialize(options.scale)
     if getattr(scale, "requires_grad", False):
-        formula, scale = validation.fold_scale(formula, scale)
+        formula, scale = validation.fold_scale(formula, scale, warns)
     tables: dict[int, Table] = {}
 
     def align(formula: Any) -> Any:
@@ -241,13 +223,16 @@ def parse(query: Any, key: Any, value: Any, options: Options) -> Problem:
         scale=validation.read_scale(scale, query),
         dropout=validation.read_dropout(options.dropout),
         seed=validation.read_seed(options.seed, options.dropout),
-        see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(options.see, lengths)]),
+        see=(),
         heads_squeezed=heads_squeezed,
         row_formats=options.row_formats,
+        kernel=options.kernel,
+        threads=options.threads,
     )
-    for statistic in problem.see:
+    see = [statistic.map_formulas(align) for statistic in validation.read_statistics(options.see, lengths)]
+    for statistic in see:
         statistic.check(problem, (*problem.batch_shape, problem.H), problem.n)
-    return problem
+    return replace(problem, see=tuple([statistic.computed for statistic in see]))
 
 
 def validate(problem: Problem) -> Problem:

@@ -4,10 +4,10 @@
 
 The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
 are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
-never has contents of arrays, so new tables at each call are as fast as the same ones. In four cases a call has no
+never has contents of arrays, so new tables at each call are as fast as the same ones. In these cases a call has no
 request, and goes through the full dispatch: all checks, the choice of a kernel, and its planning.
 
-- The call needs statistics that no kernel computes, or selections of statistics.
+- The call needs statistics that no kernel computes, selections of statistics, or means of matrices.
 - The scale is an array.
 - The type of an array is not exactly NumPy's ndarray or torch's Tensor.
 - torch traces or transforms the call, or a mode of torch is active; `arrays.layouts` has the full list.
@@ -18,8 +18,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple, TypeVar
 
-from ..arrays import layouts as array_layouts
-from ..arrays.layouts import BOOLEANS, FRAMEWORKS
+from ..arrays.layouts import BOOLEANS, FRAMEWORKS, without_key_length
 from ..formula import from_function, library
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -28,11 +27,6 @@ from ..statistics.dispatch import cache_key_of, formulas_of
 from .options import Options
 
 CPU_VARIABLE = "SIGHTLINE_CPU"  # an environment variable: a machine with fewer features than the processor has
-# of the CPU's decoding kernel; a family must know which kernel a length chooses
-MAX_FEW_QUERIES = 4  # up to this number of queries, the CPU's decoding kernel is faster than its forward kernel ...
-MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... if there are at least so many keys, for 1 to 4 queries
-MIN_DECODE_SPLIT_KEYS = 512  # with fewer keys a split of the CPU's decoding kernel costs more than it saves
-MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 Named = TypeVar("Named", bound=tuple[Any, ...])
 
@@ -88,6 +82,11 @@ class Request(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """The key of the call in the cache."""
         return self.layouts, self.structure
+
+    @property
+    def key_of_any_length(self) -> tuple[Any, ...]:
+        """The key without m, the number of keys, for a cached call that serves every m."""
+        return without_key_length(self.layouts), self.structure
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -202,36 +201,3 @@ def _describe_formulas(
         tables = (*tables[:place], score, *tables[place:])
     structure = make_tuple(CallStructure, options, has_arrays, sinks is not None, key, None)
     return make_tuple(Request, structure, mask, score, see, tables, numbers, sinks, seed, b"", ())
-
-
-def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the key of the call's family: the key without lengths and strides; None if the call has no family.
-
-    A call has a family only if query, key and value have four axes and equal batch axes. The choice of a kernel depends
-    on the number of queries if that number is small, and on whether there are many keys. The key has both facts.
-    """
-    layouts, structure = key
-    arrays = array_layouts.parse(layouts)
-    query, keys, values = [array.shape for array in arrays[:3]]
-    if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0] and keys[2] == values[2]):
-        return None
-    sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
-    choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= min_decode_keys(query[2])
-    lengths = arrays[-1].shape if structure.has_sinks else ()  # other lengths of sinks are errors
-    return sizes, choice, lengths, *map(_without_lengths, arrays), structure
-
-
-def min_decode_keys(n: int) -> int:
-    """Return the smallest number of keys for which the CPU's decoding kernel may serve n queries."""
-    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_DECODE_SPLIT_KEYS
-
-
-def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
-    has_unit_stride = layout.strides[-1:] == (layout.itemsize,)
-    return layout.kind, tuple([length == 1 for length in layout.shape]), has_unit_stride
-
-
-def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key without m, the number of keys, for a cached call that serves every m."""
-    layouts, structure = key
-    return array_layouts.without_key_length(layouts), structure

@@ -8,10 +8,10 @@ compiled function may build formulas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..arrays.operations import namespace
+from ..arrays.operations import framework, namespace
 from ..formula.expression import Expression, parse_text, to_text
 from ..formula.tables import Table
 from ..statistics import Statistic, arrays_of, deserialize
@@ -65,9 +65,7 @@ class CallSpec(NamedTuple):
     threads: int | None
 
     @classmethod
-    def of(
-        cls, problem: Problem, kernel: str | None = None, threads: int | None = None
-    ) -> tuple[CallSpec, list[Table]]:
+    def of(cls, problem: Problem) -> tuple[CallSpec, list[Table]]:
         """Return the specification of a problem that `problem.parse` has checked, and its tables. No table is read.
 
         The tables are in the order of `Arrays.tables`.
@@ -77,8 +75,9 @@ class CallSpec(NamedTuple):
         statistic_tables: list[Table] = []
         lines = ["|".join(statistic.serialize(_text_writer(statistic_tables))) for statistic in problem.see]
         axes = "|".join([_format_axes(mask_tables), _format_axes(score_tables), _format_axes(statistic_tables)])
-        options = problem.scale, problem.dropout, "\n".join(lines), problem.sinks is not None, kernel, threads
-        return cls(mask, score, axes, *options), [*mask_tables, *score_tables, *statistic_tables]
+        numbers, see, has_sinks = (problem.scale, problem.dropout), "\n".join(lines), problem.sinks is not None
+        spec = cls(mask, score, axes, *numbers, see, has_sinks, problem.kernel, problem.threads)
+        return spec, [*mask_tables, *score_tables, *statistic_tables]
 
     def formulas(self, tables: Sequence[Any]) -> tuple[Expression | None, Expression | None]:
         """Return mask and score as formulas that read these arrays; None for one that the call does not have."""
@@ -103,10 +102,9 @@ class CallSpec(NamedTuple):
 
         `formulas` is the result of the method `formulas`. The defaults suffice to infer shapes. No array is read.
         """
-        mask, score = formulas
-        see = self.statistics(arrays.tables)
-        operands = arrays.query, arrays.key, arrays.value
-        return Problem(*operands, mask, score, arrays.sinks, self.scale, self.dropout, seed, see, heads_squeezed=False)
+        inputs = arrays.query, arrays.key, arrays.value, *formulas, arrays.sinks
+        numbers = self.scale, self.dropout, seed, self.statistics(arrays.tables)
+        return Problem(*inputs, *numbers, heads_squeezed=False, kernel=self.kernel, threads=self.threads)
 
     def _tables(self, arrays: Sequence[Any], section: int) -> list[Table]:
         """Return the tables of the mask (section 0), the score (1) or the statistics (2) with their arrays."""
@@ -200,6 +198,23 @@ def flatten_result(see: Sequence[Statistic], result: Result) -> list[Any]:
     return [result.output, result.lse, *others]
 
 
+def build_seen(see: Iterable[Statistic], results: Sequence[Any], detach: Any = None) -> tuple[Any, ...]:
+    """Return the result of each statistic. `results` are in the order of `flatten_result`.
+
+    `detach` takes an array out of the graph of gradients, for statistics without gradients; None if there is no graph.
+    """
+    seen, start = [], 2
+    for statistic in see:
+        own = results[start : start + statistic.num_arrays] or [
+            framework(results[0]).finish_lse(results[1], results[0])
+        ]
+        start += statistic.num_arrays
+        if detach is not None and not statistic.is_differentiable:
+            own = [detach(array) for array in own]
+        seen.append(statistic.build_result(own))
+    return tuple(seen)
+
+
 def locate_arrays(see: Sequence[Statistic], first: int = 2) -> list[range]:
     """Return the indices of each statistic's arrays in `flatten_result`, if the first array has the index `first`."""
     places, start = [], first
@@ -223,8 +238,6 @@ def unflatten_gradients(
 ) -> GivenGradients:
     """Return what a backward pass reads.
 
-    Parameters
-    ----------
     gradients : the gradients of results by their indices in `flatten_result`, if the first array has the index `first`
     results : the saved results in the order of `flatten_result`, or only output and lse; None if nothing is saved
     wanted_tables : see `GivenGradients`

@@ -81,7 +81,7 @@ def _refuse_weights(name: str, formula: Expression) -> None:
         raise MaskError(f"{name} {formula} reads the weight p", "p in sum, max and min", cure)
 
 
-def read_score(score: Formula) -> Expression | None:
+def read_score(score: Formula, warns: bool = True) -> Expression | None:
     """Return the score, a formula or a FlexAttention score_mod, as an expression; None if `score` is None."""
     if score is None:
         return None
@@ -97,7 +97,7 @@ def read_score(score: Formula) -> Expression | None:
     if expression.kind == "bool":
         raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
     _refuse_weights("score", expression)
-    if not arrays.is_compiling():
+    if warns:
         _warn_of_products(expression)
     return expression
 
@@ -122,14 +122,8 @@ def _adds_product(term: Expression) -> bool:
 def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     """Return query, key and value with their axes in the order (..., heads, positions, width), as views.
 
-    A `KVCache` in place of key and value has this order already.
-
-    Raises
-    ------
-    ParameterError
-        `layout` is neither "BHND" nor "BNHD".
-    ShapeError
-        An array of the layout "BNHD" has no head axis.
+    A `KVCache` in place of key and value has this order already. Raise ParameterError for another layout than "BHND"
+    and "BNHD", and ShapeError for an array of the layout "BNHD" without a head axis.
     """
     if layout == "BHND":
         return query, key, value
@@ -256,7 +250,7 @@ def read_sinks(sinks: Any, query: Any) -> Any:
     return arrays.convert(sinks, query)
 
 
-def fold_scale(score: Any, scale: Any) -> tuple[Expression, float]:
+def fold_scale(score: Any, scale: Any, warns: bool = True) -> tuple[Expression, float]:
     """Return a score that includes a learned scale, and 1.0 as the scale.
 
     A learned scale is a tensor that requires a gradient. It becomes a table of one entry. `score` is the argument of
@@ -268,7 +262,7 @@ def fold_scale(score: Any, scale: Any) -> tuple[Expression, float]:
         )
     if not _is_real(arrays.dtype_name(scale)):
         raise ParameterError(f"scale of dtype {arrays.dtype_name(scale)}", "one real number", "cast scale")
-    formula = library.bias(score) if hasattr(score, "dtype") else read_score(score)
+    formula = library.bias(score) if hasattr(score, "dtype") else read_score(score, warns)
     scaled = SYMBOLS["s"] * learned_number(scale)
     return scaled if formula is None else formula.with_scores(scaled), 1.0
 

@@ -17,7 +17,7 @@ from ..cpu.runtime.thread_count import usable_processors
 from ..errors import MissingExtraError, ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import causal, documents, window
-from .console import make_console, note, progress, section, table
+from .console import make_console, make_table, note, progress, section
 from .info_command import processor_name
 from .timing import format_speedups, interleave, speedups, time_calls
 
@@ -122,7 +122,7 @@ def bench(only: Any = (), threads: int | None = None, quick: bool = False) -> No
     with progress(console) as bar:
         rows = [_measure(problem, quick) for problem in bar.track(selected, description="timing")]
     section(console, "Times", "8 heads, 4,096 positions, width 64, float32 unless stated")
-    console.print(table("problem", "Sightline", "torch", "torch / Sightline", "difference", rows=rows))
+    console.print(make_table("problem", "Sightline", "torch", "torch / Sightline", "difference", rows=rows))
     note(console, "difference: the largest one of all outputs and gradients; both round, and neither is exact")
     if quick:
         note(console, "A quick run: tiny sizes. Its times and ratios mean nothing.")

@@ -22,7 +22,7 @@ from itertools import chain, pairwise
 # A word may begin with one white-space character and has no other. All other white space forms words of its own.
 WORD = re.compile(r"\s+(?!\S)|\s?\S+")
 
-Word = tuple[str, ...]  # the pieces of one word
+Pieces = tuple[str, ...]  # the pieces of one word
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def learn_merges(text: str, max_merges: int) -> Tokenization:
     (' low', ' lowe', 'r', ' lowe', 's', 't')
     """
 
-    def most_frequent(words: list[Word], step: int) -> tuple[str, ...] | None:
+    def most_frequent(words: list[Pieces], step: int) -> tuple[str, ...] | None:
         pairs = Counter(chain.from_iterable(map(pairwise, words)))
         parts, count = max(pairs.items(), key=lambda item: item[1], default=((), 0))  # of the largest, the first
         return parts if count >= 2 and step < max_merges else None
@@ -96,7 +96,7 @@ def apply_merges(text: str, merges: Sequence[tuple[str, ...]]) -> Tokenization:
     return _merge(text, lambda _, step: merges[step] if step < len(merges) else None)
 
 
-def _merge(text: str, choose: Callable[[list[Word], int], tuple[str, ...] | None]) -> Tokenization:
+def _merge(text: str, choose: Callable[[list[Pieces], int], tuple[str, ...] | None]) -> Tokenization:
     """Return the tokens of the text after the steps. `choose` returns the parts that a step joins, None after the last.
 
     Characters get the first numbers, in the order of Unicode, then every merge gets one.
@@ -111,7 +111,7 @@ def _merge(text: str, choose: Callable[[list[Word], int], tuple[str, ...] | None
     return Tokenization(pieces, tuple(merges), {piece: number for number, piece in enumerate(entries)})
 
 
-def _merge_word(word: Word, parts: tuple[str, ...]) -> Word:
+def _merge_word(word: Pieces, parts: tuple[str, ...]) -> Pieces:
     """Return the word, with every occurrence of the parts joined to one piece, from the left."""
     result: list[str] = []
     start = 0

@@ -50,7 +50,7 @@ def note(console: Console, text: str) -> None:
     console.print(text, style="dim")
 
 
-def table(*titles: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
+def make_table(*titles: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
     """Return a table without border lines. The first `left` columns are aligned left, the other columns right."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column, title in enumerate(titles):

@@ -27,7 +27,7 @@ from ..formula.library import padding
 from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns
-from .console import Array, key_value_table, make_console, note, progress, section, table, weight_map
+from .console import Array, key_value_table, make_console, make_table, note, progress, section, weight_map
 from .timing import format_speedups, interleave, speedups, time_calls
 
 PICTURE_PATH = "sightline-demo.png"
@@ -81,13 +81,17 @@ def demo(options: argparse.Namespace) -> None:
     _print_weights(console, cat, seen, layer, options.head, output)
     path = Path(output or PICTURE_PATH)
     head_patterns.print_heads(console, options.sentence, path.with_name(f"{path.stem}-heads{path.suffix}"))
+    section(console, "Next")
+    console.print('your model    sightline view --model ./my-model "a text"')
+    console.print("your program  sightline.attention(query, key, value, mask=sightline.causal())")
+    console.print("learn more    docs/first-steps.md, in ten minutes; docs/course, from the start")
 
 
 def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, seen: Array) -> None:
     section(console, "Error")
     differences, shares = measure_errors(layer, mask, out, seen)
     rows = [(name, *(f"{error:.1e}" for error in errors)) for name, errors in differences.items()]
-    console.print(table("largest difference", "output", "weights", rows=rows))
+    console.print(make_table("largest difference", "output", "weights", rows=rows))
     used = f"The output uses {shares[0]:.2f} of its rounding-error budget, the weights use {shares[1]:.2f}."
     note(console, f"{used}\nThe budget is twice the error of plain float32, plus 2 units in the last place.")
 
@@ -98,7 +102,7 @@ def measure_errors(
     """Return the largest differences of outputs and of weights, and the shares of their rounding-error budgets.
 
     The differences are those between every two of Sightline, the float64 definition and the model, by their names.
-    `sightline.testing` says what the budgets are.
+    `sightline.reference.accuracy` says what the budgets are.
     """
     wide = [array.astype(np.float64) for array in (layer.query, layer.key, layer.value)]
     true, (true_weights,) = attention(*wide, mask=mask, see=[weights()], kernel="reference")
@@ -136,7 +140,7 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
             measured[name.partition(":")[0]] = times
             shape = " × ".join(f"{length:,}" for length in given[0].shape[:-1])
             rows.append((name, shape, *(f"{1e3 * statistics.median(seconds):.2f}" for seconds in times.values())))
-    console.print(table("", "B × H × n", *times, rows=rows, left=2))
+    console.print(make_table("", "B × H × n", *times, rows=rows, left=2))
     for line in describe_times(measured):
         console.print(line)
     if "torch SDPA" not in times:
@@ -203,12 +207,12 @@ def _make_calls(arrays: list[Array], lengths: Array | None) -> dict[str, Callabl
 
 
 def _print_weights(console: Console, cat: Activations, seen: Array, layer: int, head: int, output: str | None) -> None:
-    from ..view import heatmap, plotting, save
+    from ..view import heatmap, save
 
     tokens = cat.tokens[SENTENCE_INDEX]
     section(console, f"Weights of layer {layer}, head {head}", "one row per query; in hundredths, or as shades")
     console.print(weight_map(console, seen[SENTENCE_INDEX, head], tokens))
-    if output is None and not plotting.has_matplotlib():
+    if output is None and not find_spec("matplotlib"):
         note(console, '\nNo picture: install matplotlib (pip install "sightline-attention[plot]").')
         return
     title = f"all-MiniLM-L6-v2, layer {layer}, head {head}"

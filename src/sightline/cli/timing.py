@@ -91,9 +91,5 @@ def speedups(ours: Sequence[float], others: Sequence[float]) -> tuple[float, flo
 
 def format_speedups(low: float, high: float) -> str:
     """Return both numbers, with two digits each, as a text: "2.0", or "110 to 120"."""
-    return " to ".join(dict.fromkeys(map(_two_digits, (low, high))))
-
-
-def _two_digits(ratio: float) -> str:
-    text = f"{ratio:.1e}"  # rounds to two digits
-    return f"{float(text):.{1 if float(text) < 10 else 0}f}"
+    rounded = [float(f"{ratio:.1e}") for ratio in (low, high)]  # to two digits
+    return " to ".join(dict.fromkeys(f"{ratio:.{1 if ratio < 10 else 0}f}" for ratio in rounded))

@@ -55,7 +55,7 @@ def view(options: argparse.Namespace) -> None:
         bar.update(task, advance=1, description=STEPS[1])
         seen = run_model(model, tokenizer, texts)
         bar.update(task, advance=1, description=STEPS[2])
-        data = from_seen(seen, title=path.resolve().name)
+        data = from_seen(seen)
         written = save_html(data, options.output)
         bar.update(task, advance=1)
     console.print(_summary(written, data))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..errors import ParameterError
+from ..errors import ParameterError, check_count
 from ..formula.expression import Expression
 from ..formula.library import causal, window
 from ..positions import rotary
@@ -64,13 +64,10 @@ def tokenize(text: str, max_merges: int | None = None) -> Tokenization:
     (' to', ' be', ' ', 'o', 'r', ' ', 'n', 'o', 't', ' to', ' be')
     """
     if not 1 <= len(text) <= MAX_CHARACTERS:
-        raise ParameterError(
-            f"a text of {len(text):,} characters" if text else "an empty text",
-            f"a text of 1 to {MAX_CHARACTERS:,} characters",
-            "a part of the text" if text else repr(TEXT),
-        )
-    if max_merges is not None and max_merges < 0:
-        raise ParameterError(f"{max_merges} merges", "a whole number of at least 0", f"--merges {MAX_MERGES}")
+        allowed, cure = f"a text of 1 to {MAX_CHARACTERS:,} characters", "a part of the text" if text else repr(TEXT)
+        raise ParameterError(f"a text of {len(text):,} characters" if text else "an empty text", allowed, cure)
+    if max_merges is not None:
+        check_count("{!r} merges", max_merges, 0, f"--merges {MAX_MERGES}")
     if text == TEXT and max_merges is None:
         return replace(apply_merges(TEXT, MERGES), vocabulary=VOCABULARY, published=WHOLE_WORD)
     return learn_merges(text, MAX_MERGES if max_merges is None else max_merges)
@@ -188,7 +185,10 @@ def walk_through(
     """
     tokenization = tokenize(text, max_merges)
     formula = named_mask(mask)
-    _validate(d_model, d_k, seed)
+    check_count("d_model {!r}", d_model, 1, "--d-model 512")
+    check_count("seed {!r}", seed, 0, "--seed 0")
+    if check_count("d_k {!r}", d_k, 2, "--d-k 64") % 2:
+        raise ParameterError(f"d_k {d_k}", "an even width of at least 2, because rotation needs pairs", "--d-k 64")
     n = len(tokenization.pieces)
     pair = _default_pair(tokenization) if pair is None else pair
     if not all(0 <= position < n for position in pair):
@@ -207,12 +207,3 @@ def walk_through(
 def _default_pair(tokenization: Tokenization) -> tuple[int, int]:
     pieces = tokenization.pieces
     return (pieces.index("c"), pieces.index("r")) if tokenization.published else (len(pieces) - 1, 0)
-
-
-def _validate(d_model: int, d_k: int, seed: int) -> None:
-    if d_model < 1:
-        raise ParameterError(f"d_model {d_model}", "a width of at least 1", "--d-model 512")
-    if d_k < 2 or d_k % 2:
-        raise ParameterError(f"d_k {d_k}", "an even width of at least 2, because rotation needs pairs", "--d-k 64")
-    if seed < 0:
-        raise ParameterError(f"seed {seed}", "a whole number ≥ 0", "--seed 0")

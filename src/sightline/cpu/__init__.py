@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..arrays.layouts import Tensors
+from ..call.call_cache import Entry, Operands
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents, refuse_no_pairs, refuse_sizes
 from ..call.lookup import LOOKUP
 from ..call.problem import Problem
-from ..statistics import Statistic, unwrap_mean
-from ..statistics.dispatch import computed_statistic
+from ..call.request import Request
+from ..statistics import Statistic
 from .runtime.processor import HOST, Processor
 
 __all__ = ["Cpu"]
@@ -46,17 +47,17 @@ class Cpu(Kernel):
     def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
         from .launch.weights_pass import MAX_TOP_K, can_serve
 
-        if unwrap_mean(statistic).fused_role:
+        if statistic.fused_role:
             return "computed with the output"
-        if can_serve(problem, computed_statistic(statistic)):
+        if can_serve(problem, statistic):
             return "a second pass over the tiles"
         reason = f" (up to k = {MAX_TOP_K}, a second pass)" if statistic.k else ""
         return super().describe_statistic(problem, statistic) + reason
 
-    def run(self, problem: Problem, threads: int | None = None) -> Result:
+    def run(self, problem: Problem) -> Result:
         from .launch.forward import run
 
-        return run(problem, threads, self.processor)
+        return run(problem, self.processor)
 
     def sources(self, problem: Problem) -> dict[str, str]:
         from .launch.forward import source
@@ -67,25 +68,22 @@ class Cpu(Kernel):
         yield from self.refuses(problem)
         yield from refuse_no_pairs(problem)
 
-    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients | None:
+    def backward(self, problem: Problem, given: GivenGradients) -> Gradients | None:
         # the backward kernel cannot tell a visible pair whose weight is 0 from a hidden pair
         is_refused = next(self.refuses_backward(problem, given.wanted_tables), None) is not None
         if is_refused or given.statistics.includes_zero_weights:
             return None
-        from .launch import backward_parts
-        from .launch.backward import backward
+        from .launch import backward
 
-        run = backward_parts.backward_in_parts if backward_parts.needs_parts(problem, given) else backward
-        return run(problem, given, threads, self.processor)
+        run = backward.backward_in_parts if backward.needs_parts(problem, given) else backward.backward
+        return run(problem, given, self.processor)
 
-    def tangent(
-        self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None
-    ) -> tuple[Any, Any] | None:
+    def tangent(self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tuple[Any, Any] | None:
         if next(self.refuses_backward(problem), None) is not None:
             return None
         from .launch.tangent import tangent
 
-        return tangent(problem, tangents, saved, threads, self.processor)
+        return tangent(problem, tangents, saved, self.processor)
 
 
 def _make_find_or_run(tensors: Tensors) -> Any:
@@ -94,4 +92,10 @@ def _make_find_or_run(tensors: Tensors) -> Any:
     return make_find_or_run(tensors)
 
 
-LOOKUP.make_find_or_run = _make_find_or_run
+def _find_relative(request: Request, operands: Operands) -> Entry | None:
+    from .launch.forward_entry import find_relative
+
+    return find_relative(request, operands)
+
+
+LOOKUP.make_find_or_run, LOOKUP.find_relative = _make_find_or_run, _find_relative

@@ -29,7 +29,10 @@ def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expr
 
 
 def vanishes_with(formula: Expression, variable: Expression) -> bool:
-    """True if the form of the formula shows that it is 0 where the variable is 0."""
+    """True if the form of the formula shows that it is 0 where the variable is 0.
+
+    If the formula divides by the variable, the result is False: p / p is NaN where p is 0.
+    """
 
     def visit(node: Expression, inner: list[bool]) -> bool:
         if not isinstance(node, Apply):
@@ -43,7 +46,16 @@ def vanishes_with(formula: Expression, variable: Expression) -> bool:
                 return all(inner[-2:])
         return False
 
-    return fold(visit, formula)
+    return fold(visit, formula) and not any(_divides_by(node, variable) for node in walk(formula))
+
+
+def _divides_by(node: Expression, variable: Expression) -> bool:
+    """True if the node divides by a formula of the variable, or raises it to another power than a positive number."""
+    if not isinstance(node, Apply) or node.operator not in ("divide", "floor_divide", "remainder", "power"):
+        return False
+    x, y = node.arguments
+    is_root = node.operator == "power" and not (isinstance(y, Constant) and y.value > 0)
+    return any(each is variable for each in walk(x if is_root else y))
 
 
 def score_tangent(score: Expression | None, tangents: Mapping[Table, Any]) -> Expression | None:
@@ -125,7 +137,5 @@ DERIVATIVE_RULES: dict[str, Callable[..., Expression]] = {
     "tanh": _chain(lambda f, x: 1 - f * f),
     "sin": _chain(lambda f, x: apply("cos", x)),
     "cos": _chain(lambda f, x: -apply("sin", x)),
-    "floor_divide": lambda node, dx, dy: ZERO,
-    "floor": lambda node, dx: ZERO,
-    "ceil": lambda node, dx: ZERO,
+    **dict.fromkeys(("floor_divide", "floor", "ceil"), lambda *_: ZERO),
 }

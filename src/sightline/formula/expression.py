@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from ..arrays.caching import cached_property
 from ..arrays.operations import is_compiling, is_traced
-from ..caching import cached_property
 from ..errors import FormulaError
 from .expression_methods import PASSES, ExpressionMethods
 from .operators import OPERATORS, Kind
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .parameters import Structure
     from .tables import Table
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 Indices = tuple["Expression", ...]
 
 OPERATORS_ON_CONDITIONS = {"add": "logical_or", "multiply": "logical_and"}
@@ -267,7 +267,7 @@ def as_expression(value: Any) -> Expression:
     if not isinstance(value, int | float):  # torch.compile cannot trace `getattr` of a number that is a symbol
         # While torch.compile traces, the value of a tensor is not known.
         is_variable = getattr(value, "requires_grad", False) or (
-            hasattr(value, "requires_grad") and (is_compiling() or _HAS_LIVE_NUMBERS.get())
+            hasattr(value, "requires_grad") and (is_traced(value) or _HAS_LIVE_NUMBERS.get())
         )
         if is_variable and tuple(value.shape) == ():
             return PASSES.learned_number(value)
@@ -390,9 +390,9 @@ def conjoin(mask: Any, other: Any) -> Any:
     return mask & other
 
 
-def fold(visit: Callable[[Expression, list[Result]], Result], formula: Expression) -> Result:
+def fold(visit: Callable[[Expression, list[T]], T], formula: Expression) -> T:
     """Return the result of the formula, where the result of a node is `visit(node, results of its arguments)`."""
-    results: dict[int, Result] = {}
+    results: dict[int, T] = {}
     for node in walk(formula):
         results[id(node)] = visit(node, [results[id(argument)] for argument in node.arguments])
     return results[id(formula)]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from ..caching import cached_property
+from ..arrays.caching import cached_property
 from ..errors import FormulaError, MaskError, ParameterError
 from .operators import Kind
 
@@ -242,7 +242,7 @@ class ExpressionMethods:
         return 1 - PASSES.count_pairs(self, extent) / pairs if pairs else 0.0
 
     def show(self, n: int | None = None, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
-        """Return a picture of a mask, or of what a score formula adds to the score.
+        """Return a picture of a mask, or of what a score formula adds to each score, without the mask of a call.
 
         Parameters
         ----------

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays.operations import JAX, NUMPY, framework, is_compiling
+from ..arrays.operations import JAX, NUMPY, framework
 from ..errors import FormulaError, SightlineError
 from .expression import SYMBOLS, Expression, as_expression
 from .numpy_functions import IS_READING, accepts
@@ -184,26 +184,24 @@ def _has_formula(index: Any) -> bool:
 
 @cache
 def torch_mode() -> Any:
-    """Return the subclass of TorchFunctionMode for `table_reads`. A mode makes one table for each tensor that is read.
-
-    While torch.compile traces, every read makes a new table.
-    """
+    """Return the subclass of TorchFunctionMode for `table_reads`. A mode makes one table for each tensor."""
     torch = sys.modules["torch"]
 
     class TableReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
+        def __init__(self, is_compiled: bool = False) -> None:
             super().__init__()
+            self.is_compiled = is_compiled  # torch.compile traces no ids, so every read makes a new table
             self.tables: dict[int, Table] = {}  # by the id of the tensor, which its table refers to
 
         def __torch_function__(self, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
             if function is torch.Tensor.__getitem__ and _has_formula(inputs[1]):
                 tensor = inputs[0]
-                if is_compiling():
+                if self.is_compiled:
                     return Table(tensor)[inputs[1]]
                 if id(tensor) not in self.tables:
                     self.tables[id(tensor)] = Table(tensor)
                 return self.tables[id(tensor)][inputs[1]]
-            if not is_compiling() and function.__name__.removesuffix("_").removesuffix("_like") in RANDOM_FUNCTIONS:
+            if not self.is_compiled and function.__name__.removesuffix("_").removesuffix("_like") in RANDOM_FUNCTIONS:
                 refuse_draw(f"torch.{function.__name__}")
             return function(*inputs, **(kwargs or {}))
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays.operations import is_one, to_numpy
+from ..arrays.operations import JAX, framework, is_one, is_traced, to_numpy
 from ..errors import MaskError, ParameterError, ShapeError, check_count
 from .batch_axes import dense_table, read_densely
 from .expression import SYMBOLS, Expression, apply
@@ -209,6 +209,9 @@ def _documents_by(ids: Table) -> Expression:
 
 def _document_ids(name: str, lengths: Any) -> Any:
     """Return the document number of every position, from the length of each document."""
+    if framework(lengths) is JAX and is_traced(lengths):
+        cure = "documents(jnp.repeat(jnp.arange(len(lengths)), lengths, total_repeat_length=n))"
+        raise ShapeError(f"documents({name}=...) that jax.jit traces: their sum is unknown", "known lengths", cure)
     array = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
     if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
         raise ShapeError(f"{name} {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")

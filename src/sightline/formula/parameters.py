@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arrays.operations import is_compiling
-from ..caching import cached_property, store
+from ..arrays.caching import cached_property, store_entry
+from ..arrays.operations import is_traced
 from .expression import Apply, Constant, Expression, Indices, Lookup, Offset, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
@@ -92,7 +92,7 @@ def structure_of(*formulas: Expression | None) -> Structure:
         return stored[key]
     stored[key] = structure = _structure_of_templates(formulas) or _make_structure(formulas)
     if not structure.tables:  # `_STRUCTURES` would keep the tables alive
-        store(_STRUCTURES, formulas, structure, MAX_STRUCTURES)
+        store_entry(_STRUCTURES, formulas, structure, MAX_STRUCTURES)
     return structure
 
 
@@ -102,7 +102,7 @@ def from_template(write: Callable[[Table], Expression], table: Table) -> Express
     `write` may depend on which axes of the table have length 1, and on no other length. So a table with `batch_axes`
     has no template. `library` calls this function.
     """
-    if is_compiling() or table.batch_axes is not None:
+    if is_traced(table.array) or table.batch_axes is not None:
         return write(table)
     template = _template(write, table.kind, table.axes, tuple([min(length, 2) for length in table.shape]))
     filled = _replace_table(template, table)
@@ -148,7 +148,7 @@ def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structur
     common = _STRUCTURES.get(key)
     if common is None:
         common = _make_structure(key)
-        store(_STRUCTURES, key, common, MAX_STRUCTURES)  # its tables are those of templates, which are never freed
+        store_entry(_STRUCTURES, key, common, MAX_STRUCTURES)  # its tables are those of templates, never freed
     structure = Structure(common.formulas, tuple([tables[id(table)] for table in common.tables]), common.numbers)
     vars(structure)["key"] = common.key
     return structure
@@ -187,7 +187,7 @@ def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
     built = _BUILT.get(key)
     if built is None:
         built = _build(formulas, kept)
-        store(_BUILT, key, built, MAX_STRUCTURES)
+        store_entry(_BUILT, key, built, MAX_STRUCTURES)
     return Structure(built, tuple(tables), tuple(numbers))
 
 

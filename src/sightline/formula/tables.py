@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
+from ..arrays.caching import cached_property
 from ..arrays.operations import drop_repeats, dtype_name, framework, map_entries, to_host, to_numpy
 from ..arrays.unreadable import check_kind, is_array
-from ..caching import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Constant, Expression, Lookup, as_expression, example_indices, intern
 from .expression_methods import PASSES
@@ -116,7 +116,8 @@ class Table:
     Parameters
     ----------
     array : array
-        Booleans, integers or real floats with at least one axis, from NumPy, torch or anything that NumPy can read.
+        Booleans, integers or real floats with at least one axis, from NumPy, torch or anything that NumPy can read;
+        or a table of such an array, which is then the attribute `source`.
     axes : tuple of str or None, optional
         For each axis of the array, the symbol whose whole range the axis must span; the axis may also have length 1.
         None in place of a symbol means that the axis may have any length. The axis "i/64" must have ⌈n / 64⌉ entries,
@@ -146,8 +147,9 @@ class Table:
         origin: int | None = None,
         has_unknown_entries: bool = False,
     ) -> None:
+        self.source: Table | None = None
         if isinstance(array, Table):
-            array = array.array
+            self.source, array = array, array.array
         if not is_array(array):
             try:
                 array = np.asarray(array)

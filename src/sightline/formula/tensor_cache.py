@@ -23,7 +23,7 @@ from ..arrays.operations import TORCH, convert, framework
 UNVERSIONED_DEVICES = ("cpu", "meta")  # host arrays can be written to without torch; meta arrays have no entries
 MAX_HASHED_BYTES = 1 << 18  # a host array of at most this many bytes is identified by a hash of its entries
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
 class TensorCache:
@@ -37,7 +37,7 @@ class TensorCache:
         self.max_entries = max_entries
         self.entries: OrderedDict[Hashable, tuple[list[weakref.ref[Any]], Any]] = OrderedDict()
 
-    def get(self, tag: Hashable, arrays: Sequence[Any], compute: Callable[[], Value]) -> Value:
+    def get(self, tag: Hashable, arrays: Sequence[Any], compute: Callable[[], T]) -> T:
         """Return the cached result for this tag and these arrays; if there is none, compute and cache it.
 
         The result must not hold references to the arrays. A cached result is dropped when one of its arrays is freed.
@@ -51,7 +51,7 @@ class TensorCache:
         if entry is not None:
             with suppress(KeyError):  # another thread has just dropped the entry
                 self.entries.move_to_end(key)
-            cached: Value = entry[1]
+            cached: T = entry[1]
             return cached
         value = compute()
         owners = [weakref.ref(_base_tensor(array), lambda _: self.evict(key)) for array in arrays]
@@ -74,7 +74,7 @@ def to_device(array: Any, like: Any) -> Any:
     return retain(_DEVICE_COPIES.get(tag, [], lambda: _convert_outside_inference(array.copy(), like)), like)
 
 
-def retain(value: Value, like: Any) -> Value:
+def retain(value: T, like: Any) -> T:
     """Return `value`, which a kernel on `like`'s device is about to read, and protect the memory of its tensors.
 
     The tensors are recorded on the current stream, so that their memory is not reused before the stream has read them.

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.caching import cached_property
 from ..arrays.operations import device
-from ..caching import cached_property
 from .evaluate_array import evaluate_at
 from .expression import OF_SCORES, Apply, Constant, Expression, Lookup, as_expression, fold, where
 from .interval_arithmetic import Interval, compute_intervals
 
-Array = np.ndarray[Any, np.dtype[np.int64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 SCORE_BOUND = 1e30  # the bound of |s|: finite, so that an infinite bound of a node comes from the formula
 SEARCH_BLOCK = (64, 64)
@@ -44,9 +44,9 @@ class TileRanges:
     key_block: int
     batches: int
     heads: int
-    start: Array
-    first: Array
-    last: Array
+    start: Integers
+    first: Integers
+    last: Integers
     full: np.ndarray[Any, np.dtype[np.bool_]]
 
     @property
@@ -62,13 +62,13 @@ class TileRanges:
         row = ((b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)) * self.query_blocks + block
         return range(int(self.start[row]), int(self.start[row + 1]))
 
-    def count_tiles(self, selected: np.ndarray[Any, np.dtype[np.bool_]] | slice = slice(None)) -> Array:
-        """Return in how many pairs (b, h) a selected range covers each tile, as an array (query blocks, key blocks)."""
-        counts = np.zeros((self.query_blocks, self.key_blocks + 1), np.int64)
+    def find_covered(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return (query blocks, key blocks) booleans: True for a tile that a range covers in some batch and head."""
+        changes = np.zeros((self.query_blocks, self.key_blocks + 1), np.int64)
         row = np.repeat(np.arange(len(self.start) - 1), np.diff(self.start)) % max(self.query_blocks, 1)
-        np.add.at(counts, (row[selected], self.first[selected]), self._repeats)
-        np.add.at(counts, (row[selected], self.last[selected]), -self._repeats)
-        return np.cumsum(counts, axis=1, out=counts)[:, :-1]
+        np.add.at(changes, (row, self.first), 1)
+        np.add.at(changes, (row, self.last), -1)
+        return np.cumsum(changes, axis=1)[:, :-1] > 0
 
     @property
     def _repeats(self) -> int:
@@ -121,15 +121,15 @@ _search_cached = lru_cache(64)(_search)
 
 
 def _bisect(
-    mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int], groups: tuple[int, int], rows: Array
-) -> list[Array]:
+    mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int], groups: tuple[int, int], rows: Integers
+) -> list[Integers]:
     """Return unsorted ranges that cover all tiles of `rows` but empty ones, as arrays of (row, first, last, full)."""
     _, H, n, m = extent
     heads, group = groups
     key_blocks, query_blocks = -(-m // block[1]), -(-n // block[0])
     width = 1 << max(key_blocks - 1, 0).bit_length()
     first = np.zeros_like(rows)
-    pieces: list[Array] = []
+    pieces: list[Integers] = []
     while rows.size and key_blocks:
         last = np.minimum(first + width, key_blocks)
         i0, h = rows % query_blocks * block[0], rows // query_blocks % heads
@@ -153,7 +153,7 @@ def _bisect(
     return pieces
 
 
-def _merge_adjacent(pieces: Array) -> Array:
+def _merge_adjacent(pieces: Integers) -> Integers:
     """Return the ranges sorted by row and first key block, where one range replaces adjacent ones of the same class."""
     pieces = pieces[:, np.lexsort((pieces[1], pieces[0]))]
     row, first, last, full = pieces

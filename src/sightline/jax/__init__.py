@@ -20,10 +20,10 @@ except ImportError as error:
         "sightline.jax without JAX", "JAX 0.7 to 0.10", 'pip install "sightline-attention[jax]"'
     ) from error
 
-from .custom_call import register
+from .custom_call import register_custom_call
 from .functional import dot_product_attention
 
-register()
+register_custom_call()
 
 __all__ = ["dot_product_attention"]
 

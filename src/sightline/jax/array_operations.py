@@ -16,28 +16,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays.operations import resolve_dtype
 from ..call.problem import Problem
 from ..call.spec import split_arrays
 from ..errors import DtypeError
-from ..formula.evaluate_array import evaluate
-from ..formula.expression import Expression
 from ..reference.dropout import philox_rounds, threshold
-from ..statistics import Lse, Reduction, Statistic, TopK, unwrap_mean
-from ..statistics.extremum import find_extremum
-from ..statistics.reduction import cell_of
+from ..reference.streaming import TileOps
+from ..statistics import Reduction, Statistic, TopK
+from ..statistics.reduction import cell_of, find_extremum
 from .options import PrimitiveOptions
 
 BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and heads; one query may have more
 
 
-def attend(*inputs: Any, options: PrimitiveOptions) -> list[Any]:
+def compute(*inputs: Any, options: PrimitiveOptions) -> list[Any]:
     """Return the results of the primitive `attention`. lse in float64 is 0, because the derivatives here ignore it."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as formulas need it
-        return _attend(inputs, options)
+        return _compute(inputs, options)
 
 
-def _attend(inputs: Sequence[Any], options: PrimitiveOptions) -> list[Any]:
+def _compute(inputs: Sequence[Any], options: PrimitiveOptions) -> list[Any]:
     problem, seed = _make_problem(inputs, options)
     blocks = _Blocks(problem, seed)
     rows = min(max(BLOCK_ELEMENTS // max(problem.B * problem.H * problem.m, 1), 1), max(problem.n, 1))
@@ -73,11 +70,11 @@ def gradients(*inputs: Any, options: PrimitiveOptions, wanted: tuple[int, ...], 
 def _restrict(
     primals: Sequence[Any], options: PrimitiveOptions, wanted: Sequence[int], given: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """Return `attend` as a function from the arguments `wanted` to the results `given`; the others are constant."""
+    """Return `compute` as a function from the arguments `wanted` to the results `given`, the others constant."""
 
     def function(*chosen: Any) -> list[Any]:
         replaced = dict(zip(wanted, chosen, strict=True))
-        results = attend(*[replaced.get(k, x) for k, x in enumerate(primals)], options=options)
+        results = compute(*[replaced.get(k, x) for k, x in enumerate(primals)], options=options)
         return [results[k] for k in given]
 
     return function
@@ -126,45 +123,34 @@ class _Namespace:
         return getattr(jnp, name)
 
 
-class _Blocks:
-    """Computes the results of a problem, for one block of queries at a time."""
+class _Blocks(TileOps):
+    """Computes the results of a problem, for one block of queries at a time. A tile has all keys."""
+
+    is_finite = False  # an array may have NaN or ∞; only a running program knows
 
     def __init__(self, problem: Problem, seed: Any) -> None:
-        self.problem, self.seed, self.xp = problem, seed, _Namespace()
-        self.dtype = resolve_dtype(jnp, problem.accumulator)
-        self.key, self.value = (x.astype(self.dtype) for x in (problem.key, problem.value))
-        self.is_finite = jnp.all(jnp.isfinite(self.value))
-        self.statistics = [unwrap_mean(statistic) for statistic in problem.see if statistic.num_arrays]
+        super().__init__(problem)
+        self.seed, self.xp, self.columns = seed, _Namespace(), slice(0, problem.m)
+        self.has_finite_values = jnp.all(jnp.isfinite(problem.value))
+        self.statistics = [statistic.unaveraged for statistic in problem.see if statistic.num_arrays]
 
     def compute(self, start: Any, query: Any) -> list[Any]:
         """Return output, lse and the statistics' arrays of the block `query`, whose first query is number `start`."""
-        problem, xp = self.problem, self.xp
-        i = start + jnp.arange(query.shape[-2], dtype=xp.int64)[:, None]
-        b = jnp.arange(problem.B, dtype=xp.int64).reshape((*problem.batch_shape, 1, 1, 1))
-        h, j = jnp.arange(problem.H, dtype=xp.int64)[:, None, None], jnp.arange(problem.m, dtype=xp.int64)
-        self.symbols = {"b": b, "h": h, "i": i, "j": j, "n": problem.n, "m": problem.m}
-        scores = self.compute_scores(query.astype(self.dtype))
+        problem, rows = self.problem, slice(0, query.shape[-2])
+        b, h, i, j = problem.positions(self.xp, rows, self.columns)
+        i = start + i
+        self.at = {"b": b, "h": h, "i": i, "j": j, "n": problem.n, "m": problem.m}
+        scaled = self.scaled(query.astype(self.dtype), self.columns)
+        scores = self.masked(scaled, rows, self.columns, full=False)
         weights, lse = self.normalise(scores)
-        factor = _keep_factor(problem, self.seed, self.symbols, self.dtype)
-        output = self.sum_over_keys(weights * factor, self.value)
+        factor = _keep_factor(problem, self.seed, self.at, self.dtype)
+        output = self.sum_over_keys(weights * factor, self.widen(problem.value, self.columns))
         counted = jnp.where(i < problem.n, weights, 0)  # the last block may have queries past the end
         arrays = [array for one in self.statistics for array in self.compute_statistic(one, scores, counted, lse)]
         return [output, lse, *arrays]
 
-    def evaluate(self, formula: Expression, dtype: Any, **more: Any) -> Any:
-        return evaluate(formula, self.symbols | more, xp=self.xp, float_dtype=dtype, like=self.problem.query)
-
-    def compute_scores(self, query: Any) -> Any:
-        """Return the final scores, −∞ at hidden pairs, of shape (*batch_shape, H, rows, m)."""
-        problem = self.problem
-        scores = self.dot_products(query) * problem.scale
-        allowed: Any = None
-        if problem.mask is not None:
-            allowed = jnp.broadcast_to(self.evaluate(problem.mask, self.xp.float64), scores.shape)
-        if problem.score is not None:
-            s = scores if allowed is None else jnp.where(allowed, scores, 0)
-            scores = jnp.broadcast_to(self.evaluate(problem.score, self.dtype, s=s), scores.shape).astype(self.dtype)
-        return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
+    def symbols(self, rows: slice, columns: slice, s: Any = None) -> dict[str, Any]:
+        return self.at | {"s": s}
 
     def normalise(self, scores: Any) -> tuple[Any, Any]:
         """Return the weights before dropout, and lse. They are 0 and −∞ for a query without sink and visible keys."""
@@ -179,35 +165,24 @@ class _Blocks:
         safe = jnp.where(total == 0, 1, total)
         return powers / safe[..., None], jnp.where(total == 0, -jnp.inf, jnp.log(safe) + shift)
 
-    def dot_products(self, query: Any) -> Any:
-        """Return Q Kᵀ of shape (*batch_shape, H, rows, m)."""
-        return _dot_products(self.group(query), self.key).reshape((*query.shape[:-1], self.problem.m))
+    def dot_products(self, array: Any, other: Any) -> Any:
+        return _dot_products(self.group_heads(array), other).reshape((*array.shape[:-1], other.shape[-2]))
 
-    def sum_over_keys(self, weights: Any, array: Any) -> Any:
-        """Return Σⱼ weights[i, j] · array[j]. A weight of 0 adds 0, even if the array has NaN or ∞."""
-        grouped = jax.lax.stop_gradient(self.group(weights))
+    def nan_safe_matmul(self, weights: Any, array: Any) -> Any:
+        sums = weights @ self.zero_nonfinite(array)
+        zeros, constants = jnp.zeros_like(sums), jax.lax.stop_gradient(weights)
 
         def find_nonfinite() -> Any:
             """Return the sum of the nonfinite entries of `array` with a weight ≠ 0: NaN, ∞ or −∞, or 0 if none."""
-            seen, kinds = (grouped != 0).astype(self.dtype), (jnp.isnan(array), array == jnp.inf, array == -jnp.inf)
+            seen, kinds = (constants != 0).astype(self.dtype), (jnp.isnan(array), array == jnp.inf, array == -jnp.inf)
             nan, up, down = (seen @ kind.astype(self.dtype) > 0 for kind in kinds)
             return jnp.where(nan | (up & down), jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, zeros)))
 
-        sums = self.group(weights) @ _zero_nonfinite(array)
-        zeros = jnp.zeros_like(sums)
-        sums += jax.lax.cond(self.is_finite, lambda: zeros, find_nonfinite)
-        return sums.reshape((*weights.shape[:-1], array.shape[-1]))
-
-    def group(self, array: Any) -> Any:
-        """Reshape (*batch_shape, H, rows, width) to (*batch_shape, G, H / G · rows, width): one matrix per key head."""
-        problem = self.problem
-        return array.reshape((*problem.batch_shape, problem.G, problem.group * array.shape[-2], array.shape[-1]))
+        return sums + jax.lax.cond(self.has_finite_values, lambda: zeros, find_nonfinite)
 
     def compute_statistic(self, statistic: Statistic, scores: Any, weights: Any, lse: Any) -> list[Any]:
         """Return the statistic's arrays for a block, from its final scores, its weights before dropout, and lse."""
         match statistic:
-            case Lse():
-                return [lse]
             case TopK():
                 visible = scores != -jnp.inf
                 padding = [(0, 0)] * (weights.ndim - 1) + [(0, max(statistic.k - self.problem.m, 0))]
@@ -222,12 +197,13 @@ class _Blocks:
         """Return f of every pair of the block, as `Reduction.entries` does."""
         if statistic.is_plain:
             return weights
-        is_hidden = (scores == -jnp.inf) | (self.symbols["i"] >= self.problem.n)
+        is_hidden = (scores == -jnp.inf) | (self.at["i"] >= self.problem.n)
         is_ignored = is_hidden | ((weights == 0) & statistic.vanishes)
         # where f is ignored, its arguments are replaced, so that its derivative there is finite
         s, p = jnp.where(is_ignored, 0, scores), jnp.where(is_ignored, 1, weights)
         logarithm = s - jnp.where(is_ignored, 0, lse[..., None])
-        found = self.evaluate(statistic.pair_formula, self.xp.float64, s=s, p=p, **{"ln p": logarithm})
+        symbols = self.at | {"s": s, "p": p, "ln p": logarithm}
+        found = self.evaluate_formula(statistic.pair_formula, symbols, self.xp.float64)
         return statistic.hide(jnp.broadcast_to(found, weights.shape).astype(self.dtype), weights, is_hidden)
 
     def reduce(self, statistic: Reduction, entries: Any, scores: Any) -> list[Any]:
@@ -239,7 +215,7 @@ class _Blocks:
         if statistic.axes == "ij":
             operation = {"max": jnp.max, "min": jnp.min}.get(statistic.how, jnp.sum)
             return [operation(entries, axis=(-2, -1), initial=statistic.hidden)]
-        i, j = self.symbols["i"], self.symbols["j"]
+        i, j = self.at["i"], self.at["j"]
         axis, positions = (-2, i) if statistic.axes == "i" else (-1, j)
         if not statistic.is_extremum:
             return [jnp.sum(entries, axis=axis)]
@@ -251,7 +227,7 @@ class _Blocks:
         """Return the sum or the maximum of the entries in each cell, (*batch_shape, H, rows, columns)."""
         how = {"max": jax.ops.segment_max, "min": jax.ops.segment_min}
         reduce, lengths = how.get(statistic.how, jax.ops.segment_sum), (self.problem.n, self.problem.m)
-        positions = self.symbols["i"][:, 0], self.symbols["j"]
+        positions = self.at["i"][:, 0], self.at["j"]
         spans = zip(statistic.rectangle(*lengths), statistic.grid(*lengths), strict=True)
         for axis, at, ((start, stop), cells) in zip((-2, -1), positions, spans, strict=True):
             inside = (start <= at) & (at < stop)
@@ -302,18 +278,18 @@ def _concatenate(array: Any, problem: Problem) -> Any:
 def _join_blocks(statistic: Statistic, arrays: Sequence[Any], problem: Problem) -> list[Any]:
     """Return the arrays of a statistic from those of all blocks.
 
-    In `arrays`, a mean over queries or a cell is still a sum, and a mean over heads or batch still has these axes.
+    In `arrays`, a mean over queries or a cell is still a sum, and a mean of matrices still has all axes.
     """
-    unwrapped = unwrap_mean(statistic)
-    if not isinstance(unwrapped, Reduction) or "i" not in unwrapped.axes:
+    of = statistic.unaveraged
+    if not isinstance(of, Reduction) or "i" not in of.axes:
         joined = [_concatenate(array, problem) for array in arrays]
-    elif unwrapped.is_extremum:
+    elif of.is_extremum:
         values, positions = (*arrays, 0)[:2]
-        joined = _find_extremum(unwrapped, values, positions, 0)
+        joined = _find_extremum(of, values, positions, 0)
     else:
         joined = [jnp.sum(array, axis=0) for array in arrays]
-    if isinstance(unwrapped, Reduction) and unwrapped.how == "mean":
-        joined = [unwrapped.divide(joined[0], problem.n, problem.m)]
+    if isinstance(of, Reduction) and of.how == "mean":
+        joined = [of.divide(joined[0], problem.n, problem.m)]
     return [statistic.average(x, len(problem.batch_shape)) for x in joined]
 
 

@@ -16,10 +16,10 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import llvmlite.binding as llvm
@@ -27,32 +27,29 @@ import numpy as np
 
 from ..call.request import CPU_VARIABLE, machine_setting
 from ..cpu.calls.launch_record import FIRST_COMPUTED, FIRST_NUMBER, NUM_VALUES
-from ..cpu.calls.xla_direct_call import ENTRY_FIELDS
-from ..cpu.calls.xla_handler import CALLBACK, CLOSE, INSTALL, build_module
+from ..cpu.calls.xla_handler import CALLBACK, CLOSE, ENTRY_FIELDS, INSTALL, build_module
 from ..cpu.codegen.abi import to_word
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError
-from .options import LSE, OUTPUT
+from .options import LSE_INDEX, OUTPUT_INDEX
 from .xla_calls import XlaCall, XlaForward, parse_call
 
-if TYPE_CHECKING:
-    from ..cpu.calls.launch_record import LaunchRecord
-    from ..cpu.launch.prepared_call import PreparedCall
-
-MAX_ENTRIES = 1024  # entries live as long as the process
+MAX_ENTRIES = 1024
 
 
 class DirectEntries:
-    """The entries of this process.
+    """The entries of this process, each with the objects whose addresses it has. They live as long as the process.
 
-    install : the generated function that stores the entry at an address; see `xla_direct_call.build_install`
+    An entry needs its launch record and its prepared call, which owns tile ranges and machine code. The call cache may
+    drop both, and a thread may still read an entry that another one has replaced.
+
+    install : the generated function that stores the entry at an address; see `xla_handler.build_install`
     """
 
     install: Callable[[int], None]
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[bytes, Any], _Entry] = {}
-        self.made: list[_Entry] = []  # all entries: a thread may still read one that another has replaced
+        self.entries: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def update(self, text: bytes, call: XlaCall) -> None:
         """Install an entry for a call that ran in Python, if generated code can run the call as a whole."""
@@ -62,48 +59,33 @@ class DirectEntries:
         direct = None if prepared is None else prepared.direct
         if prepared is None or direct is None or direct.run_on_team is not None:
             return
-        key, record = (text, machine_setting()), direct.record
-        entry = self.entries.get(key)
-        if entry is None or entry.record is not record:
-            if len(self.made) >= MAX_ENTRIES:
+        key = text, machine_setting(), direct.address
+        if key not in self.entries:
+            if len(self.entries) >= MAX_ENTRIES:
                 return
-            entry = self.entries[key] = _make_entry(*key, call, prepared, record)
-            self.made.append(entry)
-        self.install(entry.array.ctypes.data)  # also an old entry, which a text with the same hash may have replaced
-
-
-class _Entry(NamedTuple):
-    """The words of an entry, and the objects whose addresses they are: the launch record, prepared call and arrays.
-
-    The prepared call owns tile ranges and machine code. It is kept here because the call cache may drop it.
-    """
-
-    array: Any
-    record: LaunchRecord
-    prepared: PreparedCall
-    memory: tuple[Any, ...]
+            self.entries[key] = *_make_entry(*key, call, prepared.computed), direct.record, prepared
+        self.install(self.entries[key][0].ctypes.data)  # also an old one, which a text with the same hash has replaced
 
 
 def _make_entry(
-    text: bytes, setting: bytes | None, call: XlaForward, prepared: PreparedCall, record: LaunchRecord
-) -> _Entry:
+    text: bytes, setting: bytes | None, record: int, call: XlaForward, computed: Sequence[int]
+) -> tuple[Any, ...]:
+    """Return the words of an entry, and the arrays to which they point. `record` is the launch record's address."""
     texts = np.frombuffer(text, np.uint8), np.frombuffer((setting or b"") + b"\0", np.uint8)
     values = np.zeros(NUM_VALUES, np.int64)
     values[FIRST_NUMBER : FIRST_NUMBER + len(call.numbers)] = [to_word(number) for number in call.numbers]
-    computed = prepared.computed
     values[FIRST_COMPUTED : FIRST_COMPUTED + len(computed)] = computed
     fields = {
         "text": texts[0].ctypes.data,
         "length": len(text),
         "setting": 0 if setting is None else texts[1].ctypes.data,
-        "record": record.address,
+        "record": record,
         "num_arguments": len(call.arguments),
         "values": values.ctypes.data,
-        "num_rows": math.prod(call.results[OUTPUT].shape[:-1]),
-        "is_lse_wide": call.results[LSE].dtype == "float64",
+        "num_rows": math.prod(call.results[OUTPUT_INDEX].shape[:-1]),
+        "is_lse_wide": call.results[LSE_INDEX].dtype == "float64",
     }
-    array = np.array([fields[name] for name in ENTRY_FIELDS], np.int64)
-    return _Entry(array, record, prepared, (values, texts))
+    return np.array([fields[name] for name in ENTRY_FIELDS], np.int64), values, texts
 
 
 TARGET = "sightline_attention"
@@ -146,7 +128,7 @@ def _wait(close: Any) -> None:
 
 
 @cache
-def register() -> str:
+def register_custom_call() -> str:
     """Register the custom call with XLA, once for a process, and return its name."""
     llvm.add_symbol(CALLBACK, ctypes.cast(_callback, ctypes.c_void_p).value)
     version, architecture = _read_version(), HOST.machine.architecture

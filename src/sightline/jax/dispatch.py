@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..api.kernels import KERNELS, to_caller_layout
+from ..api.kernels import KERNELS, to_caller
 from ..call.explanation import Explanation
 from ..call.kernel import Kernel, Plan, Refusal, Result, choose
 from ..call.options import Options
 from ..call.problem import Problem, parse
-from ..call.spec import Arrays, CallSpec, split_arrays
+from ..call.spec import Arrays, CallSpec, build_seen
 from ..call.validation import read_seed
 from ..errors import ParameterError, ShapeError
 from ..gpu import Triton
 from ..kv_cache import unpack_cache
 from ..statistics import solve_selections_separately
-from .options import FIRST_ARRAY, LSE, PrimitiveOptions, check_tables, fold_traced_scale
-from .primitives import attention
+from .options import PrimitiveOptions, check_tables, fold_traced_scale
+from .primitives import bind_attention
 
 
 class JaxOperations(Kernel):
@@ -32,16 +32,16 @@ class JaxOperations(Kernel):
     def cost(self, problem: Problem) -> float:
         return 1.0
 
-    def run(self, problem: Problem, threads: int | None = None) -> Result:
+    def run(self, problem: Problem) -> Result:
         raise NotImplementedError("only compiled programs run the operations of JAX; `explain` reports them")
 
 
-def explain(query: Any, problem: Problem, kernel: str | None, source: bool) -> Explanation:
+def explain(query: Any, problem: Problem, source: bool) -> Explanation:
     """Return how a call is computed on the device of `query`; `problem` is the call with NumPy arrays of its shapes."""
     is_traced = isinstance(query, jax.core.Tracer)
     platform: str = jax.default_backend() if is_traced else next(iter(query.devices())).platform
     if platform == "cpu":
-        return Explanation.of(problem, choose(KERNELS, problem, kernel), source)
+        return Explanation.of(problem, choose(KERNELS, problem, problem.kernel), source)
     cure = 'put them on the CPU: jax.device_put(array, jax.devices("cpu")[0])'
     refusal = Refusal(f"the arrays are on the platform {platform!r}", cure)
     refusals: dict[str, tuple[Refusal, ...]] = {JaxOperations.name: (), "cpu": (refusal,)}
@@ -63,24 +63,18 @@ def run(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, tuple[
     check_tables(problem)
     options = options.replace(seed=_read_seed(seed, problem.dropout))
     result = solve_selections_separately(problem, lambda subproblem: solve(subproblem, options))
-    return to_caller_layout(problem, result)
+    return to_caller(problem, result, options.see)
 
 
 def solve(problem: Problem, options: Options) -> Result:
     """Return the result of a parsed problem. The seed of the options is a pair of uint32, the lower half first."""
-    spec, tables = CallSpec.of(problem, options.kernel, options.threads)
+    spec, tables = CallSpec.of(problem)
     converted = [_to_jax(table.array) for table in tables]
     seed = options.seed if problem.dropout else None  # a selection of a statistic is a problem without dropout
     arrays = Arrays(problem.query, problem.key, problem.value, [x for x, _ in converted], problem.sinks, seed)
     parameters = PrimitiveOptions(spec, tuple([dtype for _, dtype in converted]), options.by_position)
-    results = attention(*arrays.flatten(), options=parameters)
-    seen = []
-    for statistic, own_arrays in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):
-        result_arrays = own_arrays or [results[LSE]]
-        if not statistic.is_differentiable:
-            result_arrays = [jax.lax.stop_gradient(array) for array in result_arrays]
-        seen.append(statistic.build_result(result_arrays))
-    return Result(results[0], results[LSE], tuple(seen))
+    output, lse, _, *own = bind_attention(*arrays.flatten(), options=parameters)
+    return Result(output, lse, build_seen(problem.see, [output, lse, *own], jax.lax.stop_gradient))
 
 
 def _to_jax(array: Any) -> tuple[Any, str]:

@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..api.kernels import to_caller_layout
+from ..api.kernels import to_caller
+from ..arrays.caching import cached_property
 from ..arrays.operations import resolve_dtype
-from ..caching import cached_property
 from ..call.foreign_arguments import refuse_arguments
 from ..call.kernel import Result
 from ..call.options import Options
+from ..call.partition.needed_keys import Schedule, find_schedule
+from ..call.partition.parts import Sums, add_parts, part_of, read_part, start
+from ..call.partition.shards import ShardLayout, Shards, check_layout, divide
 from ..call.problem import NUM_OPERANDS, Problem, parse, validate
 from ..call.validation import broadcast_inputs, read_statistics, split_names
 from ..errors import ParameterError, ShapeError, TableError
 from ..formula.expression import Expression, conjuncts, table_lookup
 from ..formula.tables import Table
-from ..partition.needed_keys import Schedule, find_schedule
-from ..partition.parts import Sums, combine, part_of, read_part, start
-from ..partition.shards import ShardLayout, Shards, check_layout, divide
 from ..statistics import Statistic
 from .dispatch import solve
 from .functional import read_array
@@ -68,7 +68,7 @@ def attention(
     scale : float or array of one number, default 1/√d_k
     sinks : (H,) floats, optional
     see : list of statistics, or dict from names to statistics, or one statistic, optional
-        `lse()`, `entropy()`, `max_score()`, `mass(condition)` and `top_k(k)`.
+        `lse()`, `entropy()`, `max_score()`, `mass(condition)`, `sum(p * f, over=j)` and `top_k(k)`.
     layout : {"contiguous", "zigzag"}
         "contiguous": device r holds the r-th of R parts of the sequence. "zigzag": the sequence has 2R parts, and
         device r holds the parts r and 2R − 1 − r, one after the other. Under a causal mask all devices then compute
@@ -178,7 +178,7 @@ def _refuse(unknown: dict[str, Any]) -> None:
     """Raise an error if `unknown` has an argument besides `dropout=0` and `seed`, which have no effect here."""
     others = {name: value for name, value in unknown.items() if name not in ("dropout", "seed")}
     if others:
-        refuse_arguments("attention", (), others)
+        refuse_arguments("jax.distributed.attention", (), others)
     if unknown.get("dropout", 0.0):
         raise ParameterError(
             f"dropout={unknown['dropout']!r} of a sequence on several devices",
@@ -216,7 +216,7 @@ class _Exchange:
     """The computation of one device, which receives blocks of keys from the other devices, one after another.
 
     `Sums` are sums over the weights exp(S − shift), with a shift for each query. `separate` makes the shift a constant
-    for JAX, and the shift's gradient flows through the sums. The factors by which `combine` multiplies sums are then
+    for JAX, and the shift's gradient flows through the sums. The factors by which `add_parts` multiplies sums are then
     constants too. So the result is linear in the sums, and a derivative stores only the factors.
     """
 
@@ -233,13 +233,13 @@ class _Exchange:
         for distance in range(self.size):
             for index in range(len(self.problem.keys.ranks[0])):
                 sums = self.add_block(sums, distance, index)
-        finished = [combine([span_sums], whole.see, normalize=True) for span_sums in sums]
+        finished = [add_parts([span_sums], whole.see, normalize=True) for span_sums in sums]
         axis = len(whole.batch_shape) + 1  # of the queries
         output, arrays = jax.tree.map(
             lambda *x: jnp.concatenate(x, axis), *[(span_sums.output, span_sums.seen) for span_sums in finished]
         )
         seen = tuple([statistic.build_result(parts) for statistic, parts in zip(whole.see, arrays, strict=True)])
-        answer = to_caller_layout(whole, Result(output.astype(whole.query.dtype), None, seen))
+        answer = to_caller(whole, Result(output.astype(whole.query.dtype), None, seen), whole.see)
         leaves, structure = jax.tree.flatten(answer)
         result: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
         return result
@@ -252,7 +252,7 @@ class _Exchange:
 
     def separate(self, sums: Sums) -> Sums:
         """Return equal sums whose shift has no gradient. The gradient of the shift flows through the other arrays."""
-        return combine([sums], self.problem.whole.see, shift=jax.lax.stop_gradient(sums.shift))
+        return add_parts([sums], self.problem.whole.see, shift=jax.lax.stop_gradient(sums.shift))
 
     def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:
         """Return the sums after one more block of keys: block `index` of the device `distance` before this device."""
@@ -263,7 +263,7 @@ class _Exchange:
         parts = jax.checkpoint(partial(self.compute_parts, distance, index, readers))(*self.shards)
         see = self.problem.whole.see
         return [
-            span_sums if part is None else combine([span_sums, part], see)
+            span_sums if part is None else add_parts([span_sums, part], see)
             for span_sums, part in zip(sums, parts, strict=True)
         ]
 

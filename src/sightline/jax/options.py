@@ -16,7 +16,7 @@ from ..call.validation import fold_scale
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_spans
 
-OUTPUT, LSE, PRECISE_LSE, FIRST_ARRAY = range(4)  # the statistics' arrays begin at `FIRST_ARRAY`
+OUTPUT_INDEX, LSE_INDEX, PRECISE_LSE_INDEX, FIRST_ARRAY = range(4)  # the statistics' arrays begin at `FIRST_ARRAY`
 
 
 @dataclass(frozen=True)

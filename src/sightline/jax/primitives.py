@@ -25,9 +25,9 @@ from ..call.problem import NUM_OPERANDS
 from ..cpu.calls.xla_handler import MAX_BUFFERS
 from ..errors import KernelRefusedError
 from ..statistics.reduction import refuse_learned
-from .array_operations import attend, gradients, tangents
-from .custom_call import register
-from .options import LSE, OUTPUT, PRECISE_LSE, PrimitiveOptions
+from .array_operations import compute, gradients, tangents
+from .custom_call import register_custom_call
+from .options import LSE_INDEX, OUTPUT_INDEX, PRECISE_LSE_INDEX, PrimitiveOptions
 from .xla_calls import ArrayType, XlaBackward, XlaCall, XlaForward, XlaTangent
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
@@ -79,7 +79,7 @@ def _compile(function: Callable[..., Any], options: tuple[tuple[str, Any], ...])
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def attention(*inputs: Any, options: PrimitiveOptions) -> list[Any]:
+def bind_attention(*inputs: Any, options: PrimitiveOptions) -> list[Any]:
     """Return output, lse, lse in float64 as pairs of 32-bit words, and the arrays of all statistics but lse."""
     results: list[Any] = attention_p.bind(*vary_together(inputs), options=options)
     return results
@@ -132,7 +132,7 @@ def _lower(
 
     A tangent of a statistic besides lse is lowered to operations of JAX.
     """
-    if kind is XlaTangent and options.differentiable_results(ctx.avals_in) != [OUTPUT, LSE]:
+    if kind is XlaTangent and options.differentiable_results(ctx.avals_in) != [OUTPUT_INDEX, LSE_INDEX]:
         return lower_operations(ctx, *operands, options=options, **more)
     places = _find_operands(options.spec.num_arrays, **more) if options.by_position else (set(), set())
     arguments, results = (
@@ -147,7 +147,7 @@ def _lower(
         )
     call = kind(options, arguments, results, **more)
     if not options.by_position:
-        return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
+        return jax.ffi.ffi_lowering(register_custom_call())(ctx, *operands, call=call.to_text())
     # the transposes of `_call_by_position` undo those of the caller, so XLA removes both
     return mlir.lower_fun(partial(_call_by_position, call), multiple_results=True)(ctx, *operands)
 
@@ -156,7 +156,7 @@ def _call_by_position(call: XlaCall, *arrays: Any) -> list[Any]:
     """Return the results of a custom call that reads and writes some arrays with swapped axes; see `ArrayType`."""
     given = [_swap_if(kind.by_position, x) for kind, x in zip(call.arguments, arrays, strict=True)]
     types = [jax.ShapeDtypeStruct(kind.memory_shape, kind.dtype) for kind in call.results]
-    found = jax.ffi.ffi_call(register(), types)(*given, call=call.to_text())
+    found = jax.ffi.ffi_call(register_custom_call(), types)(*given, call=call.to_text())
     return [_swap_if(kind.by_position, x) for kind, x in zip(call.results, found, strict=True)]
 
 
@@ -173,9 +173,9 @@ def _find_operands(
     or, in the backward pass, the gradients of the results `given`.
     """
     changed = {k for k, place in enumerate(wanted) if place < NUM_OPERANDS}
-    directions = changed if given is None else {k for k, place in enumerate(given) if place == OUTPUT}
+    directions = changed if given is None else {k for k, place in enumerate(given) if place == OUTPUT_INDEX}
     arguments = {*range(NUM_OPERANDS), num_inputs, *[num_inputs + 2 + k for k in directions]}
-    return arguments, {OUTPUT} if given is None else changed
+    return arguments, {OUTPUT_INDEX} if given is None else changed
 
 
 def _tangent_types(inputs: Sequence[Any], options: PrimitiveOptions, wanted: tuple[int, ...]) -> list[Any]:
@@ -196,7 +196,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: Pri
         return results, [_zero(result) for result in results]
     directions = [tangents[k] for k in wanted]
     derivatives = tangent_p.bind(
-        *primals, results[OUTPUT], results[PRECISE_LSE], *directions, options=options, wanted=wanted
+        *primals, results[OUTPUT_INDEX], results[PRECISE_LSE_INDEX], *directions, options=options, wanted=wanted
     )
     derivative_of = dict(zip(options.differentiable_results(primals), derivatives, strict=True))
     return results, [derivative_of.get(k, _zero(result)) for k, result in enumerate(results)]
@@ -287,7 +287,7 @@ def _compute_in_turn(primitive: Primitive, arguments: list[Any], is_mapped: list
 
 # -- the primitives ----------------------------------------------------------------------------------------------------
 
-attention_p = _define("sightline_attention", lambda inputs, options: options.result_types(inputs), attend, XlaForward)
+attention_p = _define("sightline_attention", lambda inputs, options: options.result_types(inputs), compute, XlaForward)
 tangent_p = _define("sightline_attention_tangent", _tangent_types, tangents, XlaTangent)
 backward_p = _define(
     "sightline_attention_backward", lambda inputs, wanted, **_: [inputs[k] for k in wanted], gradients, XlaBackward

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..api.kernels import differentiate, make_plan, push_forward
+from ..arrays.caching import cached_property
 from ..arrays.operations import accumulator, dtype_name
-from ..caching import cached_property
 from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses
 from ..call.call_cache import EntryResult
@@ -34,7 +34,7 @@ from ..statistics.dispatch import cache_key_of, formulas_of
 from .options import FIRST_ARRAY, PrimitiveOptions
 
 if TYPE_CHECKING:
-    from ..cpu.launch.prepared_call import PreparedCall
+    from ..cpu.launch.bound_call import PreparedCall
 
 MAX_CALLS = 1024  # the most calls that `parse_call` keeps; it drops the least recently used one
 
@@ -129,16 +129,16 @@ class XlaForward(XlaCall):
         operands, spec, setting = (query, key, value), self.spec, machine_setting()
         structure = CallStructure((setting,), (False, False), spec.has_sinks, spec, None)
         given = Request(structure, None, None, self.see, tuple(tables), self.numbers, sinks, seed)
-        answer, request = call_cache.answer(given, operands, spec.threads)
+        answer, request = call_cache.answer(given, operands)
         if answer is not None:
             self.prepared[setting], result = answer
         else:
             formulas = spec.formulas(tables)
             problem = self.make_problem(inputs, formulas)
-            result = make_plan(problem, spec.kernel).kernel.run(problem, spec.threads)
+            result = make_plan(problem).kernel.run(problem)
             if request is not None and cache_key_of(list(self.see)) is not None:
                 read = *formulas, *formulas_of(problem.see)
-                call_cache.insert(request, read, operands, problem, result, _build_result)
+                call_cache.FirstCall(request, read, operands, problem, result, _build_result).store()
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
 
@@ -160,7 +160,7 @@ class XlaForward(XlaCall):
 
 def _build_result(entry: Any, request: Any, operands: Any, result: EntryResult) -> tuple[PreparedCall, Result]:
     """Return the call of the kernel, and the result with lse in float64: the hook of a cached call."""
-    return entry.prepared, Result(result.output, result.lse, entry.build_seen(*result[:3]))
+    return entry.prepared, Result(result.output, result.lse, entry.build_seen((*result[:2], *result.arrays)))
 
 
 @dataclass(frozen=True)
@@ -219,13 +219,13 @@ class XlaBackward(XlaCall):
         d_lse = None if given.d_lse is None else np.ascontiguousarray(given.d_lse, np.float64)
         structure = () if d_lse is None else ("lse",)
         arrays = inputs[:NUM_OPERANDS], output, lse, given.d_output, d_lse, tuple(inputs.tables)
-        return BackwardInputs(*arrays, self.numbers, structure, inputs.sinks, inputs.seed, self.spec.threads)
+        return BackwardInputs(*arrays, self.numbers, structure, inputs.sinks, inputs.seed)
 
     def dispatch(self, inputs: Arrays, given: GivenGradients) -> tuple[Gradients, Sequence[Expression | None]]:
         """Return the gradients, computed with all checks and the choice of a kernel, and (mask, score) of the call."""
         formulas = self.spec.formulas(inputs.tables)
         problem = self.make_problem(inputs, formulas)
-        return differentiate(problem, make_plan(problem, self.spec.kernel), given, self.spec.threads), formulas
+        return differentiate(problem, make_plan(problem), given), formulas
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class XlaTangent(XlaCall):
         problem = self.make_problem(inputs, self.spec.formulas(inputs.tables))
         tangents = self.spec.tangents(problem, self.wanted, directions)
         saved = output, lse_words.view(np.float64)[..., 0]
-        return push_forward(problem, make_plan(problem, self.spec.kernel), tangents, saved, self.spec.threads)
+        return push_forward(problem, make_plan(problem), tangents, saved)
 
 
 @lru_cache(MAX_CALLS)

@@ -19,9 +19,8 @@ try:
 except ImportError as error:
     if find_spec("keras") is not None:  # Keras is installed, but its backend is not
         raise ParameterError(f"Keras does not load ({error})", ALLOWED, CURE) from error
-    raise MissingExtraError(
-        "sightline.keras without Keras", "Keras 3.10 or later", 'pip install "sightline-attention[keras]" torch'
-    ) from error
+    given = "sightline.keras without Keras"
+    raise MissingExtraError(given, "Keras 3.10 or later", 'pip install "sightline-attention[keras]" torch') from error
 if keras.backend.backend() not in BACKENDS:
     raise ParameterError(f"Keras on its {keras.backend.backend()} backend", ALLOWED, CURE)
 

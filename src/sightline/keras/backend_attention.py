@@ -12,14 +12,15 @@ from typing import Any
 import keras
 
 from ..api.functions import attention
+from ..arrays.operations import detach
 from ..errors import ShapeError
 from ..formula.expression import Expression
 from ..formula.library import causal, dense, window
 from ..statistics import Statistic, weights
 
-if keras.backend.backend() == "tensorflow":
+IS_TENSORFLOW, IS_JAX = (keras.backend.backend() == name for name in ("tensorflow", "jax"))
+if IS_TENSORFLOW:
     from . import tensorflow_attention
-
 
 Observer = Callable[[str, Sequence[Any]], None]  # (the layer's path, results (B, H, n, …) of its statistics)
 observers: list[tuple[Sequence[Statistic], Observer]] = []  # of the open contexts of `observing`
@@ -37,12 +38,8 @@ def observing(see: Sequence[Statistic], observer: Observer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of a Keras layer as several conditions: bool arrays, the causal mask and a window.
+    """The mask of a Keras layer as several conditions, which must all allow a pair.
 
-    A query attends to a key if every condition allows the pair. Only an array of shape (n, m) needs n · m memory.
-
-    Parameters
-    ----------
     arrays : bool tensors of Keras's backend, broadcastable to the scores (..., H, n, m)
     is_causal : hides keys after the query's own position
     window : hides keys at this distance from the query or farther; None if there is no window
@@ -70,11 +67,8 @@ def expand(mask: Any, axes: str) -> Any:
     """
     mask = keras.ops.cast(mask, "bool")
     if len(mask.shape) != len(axes):
-        raise ShapeError(
-            f"a mask of shape {tuple(mask.shape)}",
-            f"a shape with the axes ({', '.join(axes)}): b batch, h head, i query, j key",
-            "reshape the mask to these axes",
-        )
+        allowed = f"a shape with the axes ({', '.join(axes)}): b batch, h head, i query, j key"
+        raise ShapeError(f"a mask of shape {tuple(mask.shape)}", allowed, "reshape the mask to these axes")
     return mask[tuple([slice(None) if axis in axes else None for axis in "bhij"])]
 
 
@@ -91,30 +85,18 @@ def attend(
 ) -> tuple[Any, Any]:
     """Return (output, weights). The weights are those before dropout; they are None if `with_weights` is False.
 
-    Parameters
-    ----------
     query, key, value : (..., H, n, d_k), (..., H, m, d_k) and (..., H, m, d_v), tensors of Keras's backend
-    mask : its arrays are tensors of Keras's backend
-    dropout : the probability that a weight is dropped
     seed : a scalar tensor of integers from 0 to 2³¹ − 2, required with dropout
-    with_weights : return the weights, which need O(n · m) memory
     layer : the path of the calling layer, which observers receive
     """
     for see, observer in observers:
         _observe(query, key, value, mask, see, partial(observer, layer))
-    if keras.backend.backend() == "tensorflow":
+    if IS_TENSORFLOW:
         return tensorflow_attention.attend(query, key, value, mask, dropout, seed, with_weights)
-    if seed is not None and keras.backend.backend() != "jax":
+    if seed is not None and not IS_JAX:
         seed = int(seed)
-    output, seen = attention(
-        query,
-        key,
-        value,
-        mask=mask.formula(mask.arrays),
-        dropout=dropout,
-        seed=seed,
-        see=[weights()] if with_weights else [],
-    )
+    formula, see = mask.formula(mask.arrays), [weights()] if with_weights else []
+    output, seen = attention(query, key, value, mask=formula, dropout=dropout, seed=seed, see=see)
     return output, seen[0] if with_weights else None
 
 
@@ -122,11 +104,6 @@ def _observe(
     query: Any, key: Any, value: Any, mask: AttentionMask, see: Sequence[Statistic], observer: Callable[[Any], None]
 ) -> None:
     """Compute the statistics of a call once more, without output and gradients, and pass them to the observer."""
-    backend = keras.backend.backend()
-    arrays = [query, key, value, *mask.arrays]
-    if backend == "tensorflow":
-        arrays = [x.numpy() for x in arrays]
-    elif backend == "torch":
-        arrays = [x.detach() for x in arrays]
-    query, key, value, *masks = arrays
+    arrays = query, key, value, *mask.arrays
+    query, key, value, *masks = arrays if IS_JAX else map(detach, arrays)
     observer(attention(query, key, value, mask=mask.formula(masks), see=list(see))[1])

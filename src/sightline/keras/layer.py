@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from ..errors import ShapeError, check_count
-from .backend_attention import AttentionMask, attend, expand
+from .backend_attention import IS_TENSORFLOW, AttentionMask, attend, expand
 
 Shape = tuple[int | None, ...]
 
@@ -20,10 +20,8 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
 
     Parameters
     ----------
-    dk : int
-        Width of query and key.
-    dv : int
-        Width of value and output.
+    dk, dv : int
+        The width of query and key, and the width of value and output.
     return_attn : bool, default False
         Return (weights, output), in this order, instead of the output alone. The weights take n² memory.
     use_bias : bool, default True
@@ -63,21 +61,16 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         dk, dv = check_count("dk={!r}", dk, 1, "dk=64"), check_count("dv={!r}", dv, 1, "dv=64")
         self.dk, self.dv, self.return_attn, self.use_bias = dk, dv, return_attn, use_bias
         self.supports_masking = True
-        # in TensorFlow programs, XLA cannot call the kernels
-        self.supports_jit = keras.backend.backend() != "tensorflow"
-        self.query, self.key, self.value = (
-            keras.layers.Dense(
-                width, use_bias=use_bias, kernel_initializer="glorot_normal", dtype=self.dtype_policy, name=name
-            )
-            for name, width in (("query", dk), ("key", dk), ("value", dv))
-        )
+        self.supports_jit = not IS_TENSORFLOW  # in TensorFlow programs, XLA cannot call the kernels
+        shared = {"use_bias": use_bias, "kernel_initializer": "glorot_normal", "dtype": self.dtype_policy}
+        named = (("query", dk), ("key", dk), ("value", dv))
+        self.query, self.key, self.value = (keras.layers.Dense(width, name=name, **shared) for name, width in named)
 
     def build(self, input_shape: Shape) -> None:
         """Create the weights of the projections for inputs of this shape."""
         if len(input_shape) != 3:
-            raise ShapeError(
-                f"inputs of shape {tuple(input_shape)}", "(batch, n, d_model)", "inputs[None] for one sequence"
-            )
+            given = f"inputs of shape {tuple(input_shape)}"
+            raise ShapeError(given, "(batch, n, d_model)", "inputs[None] for one sequence")
         for projection in (self.query, self.key, self.value):
             projection.build(input_shape)
 

@@ -10,7 +10,7 @@ import keras
 
 from ..arrays.operations import to_numpy
 from ..errors import ParameterError, check_count
-from ..monitoring import MONITORED, MonitoredStep, StepSums
+from ..statistics.monitoring import MONITORED, MonitoredStep, StepSums
 from .backend_attention import observing
 
 
@@ -82,11 +82,10 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]
         with observing(MONITORED, add):
             self.model(self.sample, training=False)
         if not sums.maxima:
-            raise ParameterError(
-                f"the model {self.model.name}, in which no layer of sightline.keras ran",
-                "a model with sightline.keras.MultiHeadAttention or ScaledDotProductAttention",
-                "use sightline.keras.MultiHeadAttention in place of keras.layers.MultiHeadAttention",
-            )
+            given = f"the model {self.model.name}, in which no layer of sightline.keras ran"
+            allowed = "a model with sightline.keras.MultiHeadAttention or ScaledDotProductAttention"
+            cure = "use sightline.keras.MultiHeadAttention in place of keras.layers.MultiHeadAttention"
+            raise ParameterError(given, allowed, cure)
         self.history.append(sums.finish(self._count, [*sums.maxima]))
         if self.log is not None:
             self.log(self.history[-1].summary(), self._count)

@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from ..errors import ParameterError
-from .backend_attention import AttentionMask, attend, expand
+from .backend_attention import IS_TENSORFLOW, AttentionMask, attend, expand
 
 
 @keras.saving.register_keras_serializable(package="sightline")
@@ -69,16 +69,14 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # in TensorFlow programs, XLA cannot call the kernels
-        self.supports_jit = keras.backend.backend() != "tensorflow"
+        self.supports_jit = not IS_TENSORFLOW  # in TensorFlow programs, XLA cannot call the kernels
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         """Create the weights for inputs of these shapes."""
         super().build(query_shape, value_shape, key_shape)
         if 0 in self._attention_axes:
-            raise ParameterError(
-                f"attention_axes={tuple(self._attention_axes)}", "axes from 1 on; 0 is the batch", "attention_axes=(1,)"
-            )
+            given = f"attention_axes={tuple(self._attention_axes)}"
+            raise ParameterError(given, "axes from 1 on; 0 is the batch", "attention_axes=(1,)")
 
     def _compute_attention_mask(
         self,
@@ -95,11 +93,8 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
             return super()._compute_attention_mask(
                 query, value, query_mask, value_mask, key_mask, attention_mask, use_causal_mask
             )
-        arrays = [
-            expand(mask, axes)
-            for mask, axes in ((query_mask, "bi"), (value_mask, "bj"), (key_mask, "bj"))
-            if mask is not None
-        ]
+        masks = (query_mask, "bi"), (value_mask, "bj"), (key_mask, "bj")
+        arrays = [expand(mask, axes) for mask, axes in masks if mask is not None]
         if attention_mask is not None:
             attention_mask = ops.convert_to_tensor(attention_mask)
             axes = {2: "ij", 4: "bhij"}.get(len(attention_mask.shape), "bij")

@@ -19,9 +19,8 @@ from ..statistics import weights
 try:
     import tensorflow as tf
 except ImportError as error:
-    raise MissingExtraError(
-        "Keras's TensorFlow backend without TensorFlow", "TensorFlow", 'pip install "sightline-attention[tensorflow]"'
-    ) from error
+    given = "Keras's TensorFlow backend without TensorFlow"
+    raise MissingExtraError(given, "TensorFlow", 'pip install "sightline-attention[tensorflow]"') from error
 
 if TYPE_CHECKING:
     from .backend_attention import AttentionMask
@@ -66,11 +65,8 @@ def _differentiate(call: _HostCall, operands: Any, others: list[Any]) -> Any:
 
 
 def _refuse(*_: Any) -> Any:
-    raise KernelRefusedError(
-        "second derivatives of attention in TensorFlow",
-        "first derivatives",
-        "set KERAS_BACKEND=torch, which has derivatives of any order",
-    )
+    given = "second derivatives of attention in TensorFlow"
+    raise KernelRefusedError(given, "first derivatives", "set KERAS_BACKEND=torch, which has derivatives of any order")
 
 
 @dataclass(frozen=True)
@@ -100,12 +96,5 @@ class _HostCall:
         return [np.asarray(gradient, x.dtype) for gradient, x in pairs]
 
     def make_problem(self, query: Any, key: Any, value: Any, seed: Any, masks: Any) -> Problem:
-        return make_problem(
-            query,
-            key,
-            value,
-            mask=self.mask.formula(masks),
-            dropout=self.dropout,
-            seed=int(seed),
-            see=[weights()] if self.with_weights else [],
-        )
+        formula, see = self.mask.formula(masks), [weights()] if self.with_weights else []
+        return make_problem(query, key, value, mask=formula, dropout=self.dropout, seed=int(seed), see=see)

@@ -11,15 +11,15 @@ from .argument_checks import NARROW_FLOATS, check_query
 from .cache import KVCache
 from .query_positions import rewrite_formulas
 
-__all__ = ["KVCache", "as_arrays", "can_serve", "unpack_cache"]
+__all__ = ["KVCache", "as_arrays", "needs_no_conversion", "unpack_cache"]
 
 
-def can_serve(query: Any, cache: KVCache) -> bool:
+def needs_no_conversion(query: Any, cache: KVCache) -> bool:
     """True if the cache can serve the query without a conversion.
 
     The array types are equal. The dtypes are equal too, or the cache is quantised and serves the query's dtype.
     """
-    storage = cache._storage
+    storage = cache.storage
     if storage is None or type(query) is not type(storage.key) or query.ndim < 2:
         return False
     return bool(query.dtype == storage.key.dtype if storage.row_formats is None else dtype_name(query) in NARROW_FLOATS)
@@ -31,9 +31,9 @@ def as_arrays(query: Any, cache: KVCache, options: Options) -> tuple[Any, Any, O
     The result is None where the slower `unpack_cache` is needed: if the query has another array type or dtype than the
     cache, or if the mask is an array and other rows must be hidden too.
     """
-    if not can_serve(query, cache):
+    if not needs_no_conversion(query, cache):
         return None
-    if not (options.mask is None and options.score is None and not options.see and cache._rows_are_full):
+    if not (options.mask is None and options.score is None and not options.see and cache.rows_are_full):
         options = rewrite_formulas(cache, query.shape, options)
     elif cache.row_formats is not None:
         options = options.replace(row_formats=cache.row_formats)
@@ -46,18 +46,13 @@ def unpack_cache(query: Any, key: Any, value: Any, options: Options) -> tuple[An
     If `key` is a cache, the returned options are those of `rewrite_formulas`.
     """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
-        raise ParameterError(
-            "a KVCache and a key or a value",
-            "a cache in place of both",
-            "append first, then attention(query, cache, mask=...)",
-        )
+        given = "a KVCache and a key or a value"
+        raise ParameterError(given, "a cache in place of both", "append first, then attention(query, cache, mask=...)")
     if not isinstance(key, KVCache):
         if value is None:
-            raise ParameterError(
-                "attention of query and key without value",
-                "query, key and value, or query and a KVCache",
-                "attention(query, cache)" if isinstance(query, KVCache) else "attention(query, key, value)",
-            )
+            given = "attention of query and key without value"
+            cure = "attention(query, cache)" if isinstance(query, KVCache) else "attention(query, key, value)"
+            raise ParameterError(given, "query, key and value, or query and a KVCache", cure)
         return key, value, options
     key = key.joined()
     keys, values = key.rows()

@@ -22,8 +22,6 @@ ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or 
 def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts_inputs: bool) -> None:
     """Raise an error if key and value do not fit each other, or do not fit the earlier appends.
 
-    Parameters
-    ----------
     key, value : the arrays to append
     storage : the storage of the cache; None before the first append
     ndim : the number of axes of the arrays of earlier appends
@@ -32,38 +30,28 @@ def check_append(key: Any, value: Any, storage: Storage | None, ndim: int, casts
     for name, array in (("key", key), ("value", value)):
         _check_array(name, array)
     if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
-        raise ShapeError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value for each key"
-        )
+        given = f"key {tuple(key.shape)} and value {tuple(value.shape)}"
+        raise ShapeError(given, ACCEPTED_SHAPES, "give one value for each key")
     if dtype_name(key) != dtype_name(value):
-        raise DtypeError(
-            f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast the key or the value"
-        )
+        given = f"key of {dtype_name(key)}, value of {dtype_name(value)}"
+        raise DtypeError(given, "one dtype", "cast the key or the value")
     like = key if storage is None else storage.key
     for name, array in (("key", key), ("value", value)):
         if place(array) != place(like):
-            raise DeviceError(
-                f"{name} is {place(array)}",
-                f"{place(like)}, as in the first append",
-                f"convert or move the {name} first, or make another KVCache",
-            )
+            cure = f"convert or move the {name} first, or make another KVCache"
+            raise DeviceError(f"{name} is {place(array)}", f"{place(like)}, as in the first append", cure)
     if not casts_inputs and dtype_name(key) != dtype_name(like):
-        raise DtypeError(
-            f"key and value of {dtype_name(key)}, the cache stores {dtype_name(like)}",
-            "the dtype of the first append",
-            f"cast key and value, or make the cache by KVCache(dtype={dtype_name(like)!r}), which casts every append",
-        )
+        given = f"key and value of {dtype_name(key)}, the cache stores {dtype_name(like)}"
+        cure = f"cast key and value, or make the cache by KVCache(dtype={dtype_name(like)!r}), which casts every append"
+        raise DtypeError(given, "the dtype of the first append", cure)
     for name, array, width in zip(("key", "value"), (key, value), storage.widths if storage else (), strict=False):
         found, wanted = unsqueeze_to_4d(array).shape, (*like.shape[:3], width)
         if array.ndim != ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3]):
             shape = [str(length) for length in wanted]
             shape[2] = "t"
             del shape[1 : 1 + (ndim < 4)], shape[: ndim == 2]
-            raise ShapeError(
-                f"{name} {tuple(array.shape)}",
-                f"({', '.join(shape)}), as in the first append",
-                "append arrays of this shape, make two sequences of one by cache.fork(2), or make another cache",
-            )
+            cure = "append arrays of this shape, make two sequences of one by cache.fork(2), or make another cache"
+            raise ShapeError(f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as in the first append", cure)
 
 
 def _check_array(name: str, array: Any) -> None:
@@ -77,11 +65,9 @@ def _check_array(name: str, array: Any) -> None:
         raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", cure)
     check_float_dtype(name, array)
     if getattr(array, "requires_grad", False):
-        raise ParameterError(
-            f"{name} requires a gradient, which a cache does not store",
-            "tensors that require no gradient",
-            f"append under torch.no_grad(), or {name}.detach(); to train, pass key and value themselves to attention",
-        )
+        given = f"{name} requires a gradient, which a cache does not store"
+        cure = f"append under torch.no_grad(), or {name}.detach(); to train, pass key and value themselves to attention"
+        raise ParameterError(given, "tensors that require no gradient", cure)
 
 
 def unsqueeze_to_4d(array: Any) -> Any:
@@ -110,23 +96,22 @@ def check_lengths(lengths: Any, B: int, t: int) -> Any:
     """Return the lengths as an array (B,). Raise ShapeError unless they are B whole numbers from 0 to t."""
     counts = to_integers(lengths)
     if counts is None or counts.shape != (B,) or (counts < 0).any() or (counts > t).any():
-        raise ShapeError(
-            f"lengths {lengths!r}",
-            f"({B},) whole numbers from 0 to {t}",
-            "give the number of real positions of each sequence",
-        )
+        allowed = f"({B},) whole numbers from 0 to {t}"
+        raise ShapeError(f"lengths {lengths!r}", allowed, "give the number of real positions of each sequence")
     return counts
 
 
-def read_owners(counts: Any, B: int) -> Any:
-    """Return, for each sequence after `fork(counts)`, the index of the one of the B sequences that it continues.
-
-    Raise ShapeError unless `counts` is a whole number ≥ 0, or one for each sequence.
-    """
+def read_counts(method: str, counts: Any, B: int, cure: str) -> Any:
+    """Return the argument of a method as int64. Raise ShapeError unless it is one whole number ≥ 0, or B of them."""
     numbers = to_integers(counts)
     if numbers is None or numbers.shape not in ((), (B,)) or (numbers < 0).any():
-        raise ShapeError(f"fork({counts!r})", f"a whole number ≥ 0, or one for each of {B} sequences", "fork(4)")
-    return np.repeat(np.arange(B), numbers)
+        raise ShapeError(f"{method}({counts!r})", f"a whole number ≥ 0, or one for each of {B} sequences", cure)
+    return numbers
+
+
+def read_owners(counts: Any, B: int) -> Any:
+    """Return, for each sequence after `fork(counts)`, the index of the one of the B sequences that it continues."""
+    return np.repeat(np.arange(B), read_counts("fork", counts, B, "fork(4)"))
 
 
 def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
@@ -139,21 +124,16 @@ def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
         return pair[0], pair[1]
     if dtype is None or (isinstance(dtype, str) and dtype in FLOATS):
         return None
-    raise DtypeError(
-        f"KVCache(dtype={dtype!r})",
-        f"{', '.join(map(repr, (*FLOATS, *QUANTIZED)))}, or a pair of the last three",
-        'for example dtype="bfloat16", or dtype=("int8", "int4") for keys in int8 and values in int4',
-    )
+    given = f"KVCache(dtype={dtype!r})"
+    cure = 'for example dtype="bfloat16", or dtype=("int8", "int4") for keys in int8 and values in int4'
+    raise DtypeError(given, f"{', '.join(map(repr, (*FLOATS, *QUANTIZED)))}, or a pair of the last three", cure)
 
 
 def check_can_quantize(dtype: Any, key: Any) -> None:
     """Raise an error if the key is not in the processor's memory, or if llvmlite is missing."""
     if device(key) != "cpu":
-        raise DeviceError(
-            f"KVCache(dtype={dtype!r}) and a key on {device(key)}",
-            "arrays in the processor's memory",
-            'KVCache(dtype="bfloat16") on a GPU',
-        )
+        given = f"KVCache(dtype={dtype!r}) and a key on {device(key)}"
+        raise DeviceError(given, "arrays in the processor's memory", 'KVCache(dtype="bfloat16") on a GPU')
     if importlib.util.find_spec("llvmlite") is None:
         raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "float dtypes", "pip install llvmlite")
 
@@ -165,11 +145,8 @@ def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:
         return
     cast = "astype(numpy.float32)" if hasattr(query, "astype") else "to(torch.float32)"
     if is_quantized:
-        raise DtypeError(
-            f"query has dtype {name}, the cache stores {dtype}", "float32, bfloat16 or float16", f"query.{cast}"
-        )
-    raise DtypeError(
-        f"query has dtype {name}, the cache stores {dtype}",
-        "one dtype; attention does not convert a cache at every token",
-        f"query.{cast.partition('(')[0]}(cache.key.dtype), or make the cache by KVCache(dtype={name!r})",
-    )
+        given = f"query has dtype {name}, the cache stores {dtype}"
+        raise DtypeError(given, "float32, bfloat16 or float16", f"query.{cast}")
+    given = f"query has dtype {name}, the cache stores {dtype}"
+    cure = f"query.{cast.partition('(')[0]}(cache.key.dtype), or make the cache by KVCache(dtype={name!r})"
+    raise DtypeError(given, "one dtype; attention does not convert a cache at every token", cure)

@@ -11,18 +11,20 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from ..arrays.operations import dtype_name, may_break_graph, place, untraced
+from ..call.explanation import format_amount
 from ..errors import ParameterError, ShapeError, check_count
 from .argument_checks import (
     check_append,
     check_can_quantize,
     check_lengths,
     read_cache_dtype,
+    read_counts,
     read_owners,
     to_integers,
     unsqueeze_to_4d,
 )
 from .row_positions import DraftTree, KeptRows, SharedPrefix, all_rows, find_rows, keep_rows
-from .storage import QuantizationError, Storage
+from .storage import RelativeErrors, Storage
 from .stored_rows import StoredRows, nothing_appended
 
 MIN_SHARED_ROWS = 64  # `KVCache.fork` copies fewer rows, because each prefix adds a call to attention
@@ -161,14 +163,14 @@ class KVCache(StoredRows):
         return key, value
 
     @property
-    def quantization_error(self) -> QuantizationError | None:
+    def quantization_error(self) -> RelativeErrors | None:
         """The relative error that quantisation has made in all keys and values appended so far, root mean square.
 
         `quantization_error.key` is √(Σ (x − x̂)² / Σ x²). None for a cache of floats.
         """
         if self._quantized is None:
             return None
-        return QuantizationError(*[math.sqrt(lost / total) if total else 0.0 for lost, total in self._squares.tolist()])
+        return RelativeErrors(*[math.sqrt(lost / total) if total else 0.0 for lost, total in self._squares.tolist()])
 
     @property
     def key_positions(self) -> Any:
@@ -178,7 +180,7 @@ class KVCache(StoredRows):
         """
         if self.prefix is not None:
             return self.joined().key_positions
-        heads = 0 if self._storage is None else self._storage.key.shape[1]
+        heads = 0 if self.storage is None else self.storage.key.shape[1]
         kept = self._kept or all_rows(len(self._lengths), heads)
         found = kept.of_rows(self._num_rows, self._lengths)
         if self.drafts is not None:
@@ -188,7 +190,7 @@ class KVCache(StoredRows):
     @property
     def capacity(self) -> int:
         """The number of positions that fit without growth."""
-        own = self._min_capacity if self._storage is None else self._storage.capacity
+        own = self._min_capacity if self.storage is None else self.storage.capacity
         return own if self.prefix is None else own + int(self.prefix.lengths.min())
 
     @property
@@ -199,13 +201,13 @@ class KVCache(StoredRows):
     @property
     def nbytes(self) -> int:
         """The bytes of the storage, unused capacity included. A prefix that sequences share counts once."""
-        own = 0 if self._storage is None else self._storage.nbytes
+        own = 0 if self.storage is None else self.storage.nbytes
         return own if self.prefix is None else own + self.prefix.cache.nbytes
 
     def __repr__(self) -> str:
-        if self._storage is None:
+        if self.storage is None:
             return f"KVCache: empty, capacity {self.capacity}, the first append decides the rest"
-        array, (d_k, d_v) = self._storage.key, self._storage.widths
+        array, (d_k, d_v) = self.storage.key, self.storage.widths
         B, G = array.shape[:2]
         if B == 1:
             sequences = f"1 sequence of {self.max_length:,} positions"
@@ -223,7 +225,7 @@ class KVCache(StoredRows):
         stored = self._dtype if isinstance(self._dtype, str) else " and ".join(self._quantized or ())
         return (
             f"KVCache: {sequences}, capacity {self.capacity:,}\n"
-            f"  {heads}, d_k {d_k}, d_v {d_v}, {stored}, {place(array)}, {_format_bytes(self.nbytes)}"
+            f"  {heads}, d_k {d_k}, d_v {d_v}, {stored}, {place(array)}, {format_amount(self.nbytes, 1024, 'B')}"
         )
 
     # -- changes ----------------------------------------------------------------------------------------------------
@@ -268,15 +270,14 @@ class KVCache(StoredRows):
             `accept`, or a tensor requires a gradient.
         """
         self._check_no_drafts("append")
-        storage = self._storage
+        storage = self.storage
         if storage is None or self._ndim < 4 or not storage.fits(key, value):
             check_append(key, value, storage, self._ndim, self._casts_inputs)
             if self._quantized is not None:
                 check_can_quantize(self._dtype, key)
         if padding not in ("right", "left"):
-            raise ParameterError(
-                f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
-            )
+            given = f"padding={padding!r}"
+            raise ParameterError(given, '"right" or "left"', 'padding="left" if padding precedes the tokens')
         axes = key.ndim
         key, value = unsqueeze_to_4d(key), unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
@@ -284,9 +285,8 @@ class KVCache(StoredRows):
         lengths_before = np.zeros(B, np.int64) if storage is None else self._lengths
         if parents is not None:
             if lengths is not None:
-                raise ParameterError(
-                    "append with lengths and parents", "lengths or parents", "append(key, value, parents=...)"
-                )
+                given = "append with lengths and parents"
+                raise ParameterError(given, "lengths or parents", "append(key, value, parents=...)")
             drafts = DraftTree.read(parents, t, lengths_before if storage is None else self.row_counts, lengths_before)
         if storage is None:
             storage = self._allocate(key, value, axes)
@@ -334,7 +334,7 @@ class KVCache(StoredRows):
         ParameterError
             path is no path from a root, or there are no drafts.
         """
-        drafts, storage = self.drafts, self._storage
+        drafts, storage = self.drafts, self.storage
         if drafts is None or storage is None:
             raise ParameterError("accept without drafts", "a cache with drafts", "append(..., parents=[-1, 0]) first")
         found = drafts.read_path(path)
@@ -343,9 +343,8 @@ class KVCache(StoredRows):
         first = drafts.first_rows[:, None]
         storage.move_rows(first + found, np.where(steps >= 0, first + steps, -1))
         self.drafts = None
-        self._set_lengths(
-            drafts.lengths + (steps >= 0).sum(1), np.where(steps >= 0, drafts.lengths[:, None] + steps, -1)
-        )
+        positions = np.where(steps >= 0, drafts.lengths[:, None] + steps, -1)
+        self._set_lengths(drafts.lengths + (steps >= 0).sum(1), positions)
 
     @at_once
     def truncate(self, lengths: Any) -> None:
@@ -364,14 +363,9 @@ class KVCache(StoredRows):
             lengths is not an int or (B,) integers, or is negative.
         """
         self._check_no_drafts("truncate")
-        new_lengths = to_integers(lengths)
-        if new_lengths is None or new_lengths.shape not in ((), self._lengths.shape) or (new_lengths < 0).any():
-            raise ShapeError(
-                f"truncate({lengths!r})",
-                f"a whole number ≥ 0, or one for each of {self._lengths.size} sequences",
-                "cache.truncate(cache.lengths - rejected)",
-            )
-        new_lengths = np.minimum(self._lengths, new_lengths)
+        cure = "cache.truncate(cache.lengths - rejected)"
+        limits = read_counts("truncate", lengths, self._lengths.size, cure)
+        new_lengths = np.minimum(self._lengths, limits)
         before = self._newest_positions
         newest = np.where(before < new_lengths[:, None], before, -1)
         if (before >= 0).any() and not (newest >= 0).any():
@@ -380,8 +374,8 @@ class KVCache(StoredRows):
         kept = self._kept and self._kept.truncated(new_lengths)
         self._kept = kept if kept and (kept.positions.size or kept.evicted.any()) else None
         self._set_lengths(new_lengths, newest)
-        if self._storage is not None:
-            self._storage.release(self._num_rows, self._min_capacity)
+        if self.storage is not None:
+            self.storage.release(self._num_rows, self._min_capacity)
 
     @at_once
     def reorder(self, indices: Any) -> None:
@@ -401,16 +395,13 @@ class KVCache(StoredRows):
         count = self._lengths.size
         order = to_integers(indices)
         if order is None or order.ndim != 1 or (order < 0).any() or (order >= count).any():
-            raise ShapeError(
-                f"reorder({indices!r})",
-                f"one axis of whole numbers from 0 to {count - 1}",
-                "reorder([1, 0]) swaps two sequences",
-            )
-        if self._storage is None:
+            allowed = f"one axis of whole numbers from 0 to {count - 1}"
+            raise ShapeError(f"reorder({indices!r})", allowed, "reorder([1, 0]) swaps two sequences")
+        if self.storage is None:
             return
         if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one index", "append arrays (B, t, d)")
-        self._storage.reorder(order, self._num_rows)
+        self.storage.reorder(order, self._num_rows)
         self.prefix = self.prefix and self.prefix.reordered(order)
         self.drafts = self.drafts and self.drafts.reordered(order)
         self._kept = self._kept and self._kept.reordered(order)
@@ -442,20 +433,20 @@ class KVCache(StoredRows):
         -----
         If fewer than 64 rows are stored, `fork` copies them, as `reorder` does. Some calls need the rows of a sequence
         in one array, so they copy them first: calls with an array as mask or score, with dropout, or with statistics of
-        single keys such as `received()`; also `keep`, `last`, `key` and `value`. Repeated forks join earlier prefixes
-        that are not shared any more, so that attention reads few parts.
+        single keys such as `received()`; also `keep`, `last`, `key`, `value`, `key_positions` and `dequantized`.
+        Repeated forks join earlier prefixes that are not shared any more, so that attention reads few parts.
         """
         self._check_no_drafts("fork")
         owners = read_owners(counts, self._lengths.size)
-        if self._storage is None:
+        if self.storage is None:
             raise nothing_appended()
         if self._num_rows < MIN_SHARED_ROWS or not owners.size or (self._ndim == 2 and owners.size > 1):
             self.reorder(owners)
             return
         stored = copy.deepcopy(self).compacted()
-        self._storage = self._storage.without_rows(owners.size)
+        self.storage = self.storage.without_rows(owners.size)
         self.prefix = SharedPrefix(stored, owners, self._lengths[owners])
-        none = np.zeros((owners.size, self._storage.key.shape[1], 0), np.int64)
+        none = np.zeros((owners.size, self.storage.key.shape[1], 0), np.int64)
         self._kept = KeptRows(none, np.zeros(owners.size, np.int64), self._lengths[owners])
         self._set_lengths(self._lengths[owners], self._newest_positions[owners])
 
@@ -482,11 +473,11 @@ class KVCache(StoredRows):
         """
         self._check_no_drafts("keep")
         joined = self.joined()
-        if joined._storage is None:
+        if joined.storage is None:
             raise nothing_appended()
         rows, positions = find_rows(indices, joined.key_positions)
         kept = keep_rows(positions, self._lengths)
-        self._storage, self.prefix = joined._storage.gathered(rows[:, :, : kept.positions.shape[2]]), None
+        self.storage, self.prefix = joined.storage.gathered(rows[:, :, : kept.positions.shape[2]]), None
         self._kept = kept
         self._set_lengths(self._lengths, self._newest_positions)
 
@@ -509,13 +500,12 @@ class KVCache(StoredRows):
             capacity = check_count("capacity={!r}", capacity, 0, "capacity=1024")
         if self._kept is not None:
             raise ParameterError("last() of a cache after keep()", "a cache of all keys", "cache.keep(last_positions)")
-        tail = object.__new__(type(self))
-        tail.__dict__ |= self.__dict__
-        tail._storage = self._storage and self._storage.from_row(first)
+        tail = self.snapshot()
+        tail.storage = self.storage and self.storage.from_row(first)
         newest = self._newest_positions
         tail._set_lengths(np.maximum(self._lengths - first, 0), np.maximum(newest - first, -1))
-        if capacity is not None and tail._storage is not None:
-            tail._storage.move(max(capacity, tail._num_rows), tail._num_rows)
+        if capacity is not None and tail.storage is not None:
+            tail.storage.move(max(capacity, tail._num_rows), tail._num_rows)
         return tail
 
     @at_once
@@ -545,47 +535,36 @@ class KVCache(StoredRows):
     def _float_view(self) -> tuple[Any, Any]:
         """Return views of key and value; raise ParameterError if the cache is quantised."""
         if self._quantized is not None:
-            raise ParameterError(
-                f"key or value of a cache of {self._dtype}, which stores codes",
-                "attention(query, cache), which reads the codes",
-                "cache.dequantized(), which returns float32 copies",
-            )
+            given = f"key or value of a cache of {self._dtype}, which stores codes"
+            allowed = "attention(query, cache), which reads the codes"
+            raise ParameterError(given, allowed, "cache.dequantized(), which returns float32 copies")
         return self.joined().rows()
 
     def _merge_prefix(self) -> KVCache:
         """Return a cache whose own rows are copies of the rows of the nearest prefix, and then of this cache's own."""
         assert self.prefix is not None
-        assert self._storage is not None
+        assert self.storage is not None
         merged = copy.deepcopy(self.prefix.cache)
         merged.reorder(self.prefix.owners)
         merged.truncate(self.prefix.lengths)
-        assert merged._storage is not None
+        assert merged.storage is not None
         first = merged.row_counts
-        merged._storage.append_rows(self._storage, first, self.row_counts, merged._num_rows)
-        merged._storage.squares = merged._storage.squares + self._storage.squares
+        merged.storage.append_rows(self.storage, first, self.row_counts, merged._num_rows)
+        merged.storage.squares = merged.storage.squares + self.storage.squares
         merged.drafts = self.drafts and self.drafts.after(first)
         merged._set_lengths(self._lengths, self._newest_positions)
         return merged
 
     def _check_no_drafts(self, operation: str) -> None:
         if self.drafts is not None:
-            raise ParameterError(
-                f"{operation} on a cache with {self.drafts.count} drafts",
-                "a cache without drafts",
-                "cache.accept(path) first",
-            )
+            given = f"{operation} on a cache with {self.drafts.count} drafts"
+            raise ParameterError(given, "a cache without drafts", "cache.accept(path) first")
 
     def _allocate(self, key: Any, value: Any, axes: int) -> Storage:
         """Make the storage for arrays like these, for the first append."""
         dtype = self._dtype or dtype_name(key)
-        self._storage = Storage(key, value, self._min_capacity, str(dtype), self._quantized)
+        self.storage = Storage(key, value, self._min_capacity, str(dtype), self._quantized)
         self._dtype = dtype
         self._ndim = axes
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
-        return self._storage
-
-
-def _format_bytes(count: int) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
-    return f"{count / 1024**power:.3g} {units[power]}"
+        return self.storage

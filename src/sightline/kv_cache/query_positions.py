@@ -20,6 +20,7 @@ from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, co
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
+    from ..statistics import Statistic
     from .row_positions import SharedPrefix
     from .stored_rows import StoredRows
 
@@ -31,8 +32,6 @@ NOT_LATER = i >= j, j <= i, i - j >= 0, j - i <= 0  # forms of the condition tha
 class Rewriting:
     """How the formulas of a call are rewritten, from positions to rows of the kernel.
 
-    Attributes
-    ----------
     symbols : the formulas that replace some of the symbols b, i, j, n and m
     condition : hides rows that are no keys of the query's sequence, and all keys of padded queries; None hides nothing
     are_last : True if each query is the last position of its sequence, so that no key is later
@@ -113,17 +112,8 @@ def rewrite_formulas(cache: StoredRows, shape: tuple[int, ...], options: Options
     """Return the options of a call on a cache for a call on its rows, with formulas of rows in place of positions.
 
     Some rows hold no position of a sequence. If the mask is a formula or None, the returned mask hides such rows too.
-    If the mask is an array, it is returned unchanged, and `row_mask` hides such rows.
-
-    Parameters
-    ----------
-    shape : the query's shape, (B, H, n, d), or without heads or batch
-    options : as in `attention`; functions become formulas
-
-    Raises
-    ------
-    ShapeError
-        A formula reads i, and there are more queries than positions.
+    If the mask is an array, it is returned unchanged, and `row_mask` hides such rows. Functions become formulas. Raise
+    ShapeError if a formula reads i, and there are more queries than positions. `shape` is the query's shape.
     """
     if len(shape) > 1:
         options = read_functions(options)
@@ -143,12 +133,7 @@ def read_functions(options: Options) -> Options:
 def free_symbols(options: Options) -> set[str]:
     """Return the names of the symbols in the formulas of the options."""
     formulas = [options.mask, options.score]
-
-    def collect(formula: Any) -> Any:
-        formulas.append(formula)
-        return formula
-
-    _map_formulas(options.see, collect)
+    _map_formulas(options.see, formulas.append)  # the statistics that it returns are not used
     return set().union(*[formula.free_symbols for formula in formulas if isinstance(formula, Expression)])
 
 
@@ -213,12 +198,20 @@ def find_positions(cache: StoredRows, count: int) -> Any:
     """
     longest = int(cache.lengths.max(initial=0))
     if count > longest > 0 and not cache.are_newest(count):
-        raise ShapeError(
-            f"{count} queries under a formula of i, on a KVCache of {longest} positions",
-            "the queries of the newest append, or of the last positions of every sequence",
-            "append the keys of these queries first; for keys of another sequence use formulas of j alone",
-        )
+        given = f"{count} queries under a formula of i, on a KVCache of {longest} positions"
+        cure = "append the keys of these queries first; for keys of another sequence use formulas of j alone"
+        raise ShapeError(given, "the queries of the newest append, or of the last positions of every sequence", cure)
     return cache.positions(None if cache.are_newest(count) else count)
+
+
+def name_queries(cache: StoredRows, query: Any, see: Sequence[Statistic], seen: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the results of a call, in which extrema over the queries name positions in place of rows of the call."""
+    count, is_named = query.shape[-2], [one.finds and one.axes == "i" for one in see]
+    if True not in is_named or not (count <= cache.max_length or cache.are_newest(count)):
+        return tuple(seen)
+    positions = cache.positions(None if cache.are_newest(count) else count)
+    positions = positions[:, None] if query.ndim == 4 else positions if query.ndim == 3 else positions[0]
+    return tuple([x.at_positions(positions) if named else x for x, named in zip(seen, is_named, strict=True)])
 
 
 def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, options: Options, group: int) -> Options:
@@ -227,8 +220,6 @@ def rewrite_for_prefix(cache: StoredRows, prefix: SharedPrefix, count: int, opti
     The call has a batch entry for each sequence of the prefix's cache. Entry b has the queries of all sequences that
     begin with sequence b of that cache: row i is query i % count of the sequence `prefix.groups[b, i // count]`.
 
-    Parameters
-    ----------
     options : those of the call on the whole cache, with formulas in place of functions
     group : the number of query heads that share a key head
     """

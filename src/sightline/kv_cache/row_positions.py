@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..caching import cached_property
+from ..arrays.caching import cached_property
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, where
 from ..formula.tables import Table
@@ -26,8 +26,6 @@ CURE = "cache.keep(numpy.sort(chosen)), where `chosen` are positions of cache.ke
 class KeptRows:
     """The positions that the rows of a cache hold after `KVCache.keep`, also the rows that were appended later.
 
-    Attributes
-    ----------
     positions : (B, G, R) int64
         The position that each kept row holds, ascending; −1 behind the last row of a head.
     rows : (B,) int64
@@ -119,19 +117,14 @@ def all_rows(batch: int, heads: int) -> KeptRows:
 def find_rows(indices: Any, held: Any) -> tuple[Any, Any]:
     """Return the rows that hold the positions `indices`, and the positions, both (B, G, c). Raise as `KVCache.keep`.
 
-    Parameters
-    ----------
     indices : (B or 1, G or 1, c) integers, the argument of `KVCache.keep`; −1 stands for no position
     held : (B, G, m) int64, the position that each row holds, −1 for a row that holds none
     """
     B, G, _ = held.shape
     positions = to_integers(indices)
     if positions is None or positions.ndim != 3 or positions.shape[0] not in (1, B) or positions.shape[1] not in (1, G):
-        raise ShapeError(
-            f"keep({indices!r})",
-            f"whole numbers of shape ({B} or 1, {G} or 1, count)",
-            "keep(indices[None, None]) for one list of positions",
-        )
+        allowed = f"whole numbers of shape ({B} or 1, {G} or 1, count)"
+        raise ShapeError(f"keep({indices!r})", allowed, "keep(indices[None, None]) for one list of positions")
     positions = np.broadcast_to(positions, (B, G, positions.shape[2]))
     is_real = positions >= 0
     ascends = (positions[..., 1:] > positions[..., :-1]) | ~is_real[..., 1:]
@@ -148,9 +141,8 @@ def find_rows(indices: Any, held: Any) -> tuple[Any, Any]:
     found = np.take_along_axis(held, rows, -1) if held.shape[2] else np.full_like(positions, -2)
     if ((found != positions) & is_real).any():
         wrong = positions[(found != positions) & is_real]
-        raise ParameterError(
-            f"keep of position {wrong[0]}, which the cache does not hold for a head", "positions that are stored", CURE
-        )
+        given = f"keep of position {wrong[0]}, which the cache does not hold for a head"
+        raise ParameterError(given, "positions that are stored", CURE)
     return np.where(is_real, rows, 0), positions
 
 
@@ -168,8 +160,6 @@ def _count(positions: Any) -> Any:
 class DraftTree:
     """The drafts of a cache, its last rows. Each draft continues another one, or the last position before all drafts.
 
-    Attributes
-    ----------
     parents : (1 or B, t) int64, the index of each draft's parent; −1 for the last position before all drafts
     first_rows : (B,) int64, the row of the first draft of each sequence
     lengths : (B,) int64, the number of positions before the drafts
@@ -187,18 +177,13 @@ class DraftTree:
         """
         parents = to_integers(given)
         if parents is None or parents.shape not in ((count,), (len(lengths), count)):
-            raise ShapeError(
-                f"append(parents={given!r}) of {count} positions",
-                f"({count},) whole numbers, or ({len(lengths)}, {count})",
-                "parents=[-1, 0, 0]: two continuations of one draft",
-            )
+            allowed = f"({count},) whole numbers, or ({len(lengths)}, {count})"
+            cure = "parents=[-1, 0, 0]: two continuations of one draft"
+            raise ShapeError(f"append(parents={given!r}) of {count} positions", allowed, cure)
         parents = parents.reshape(-1, count)
         if count == 0 or (parents < -1).any() or (parents >= np.arange(count)).any():
-            raise ParameterError(
-                f"append(parents={given!r})",
-                "one draft or more, each with −1 or an earlier draft as its parent",
-                "order the drafts by depth, parents first",
-            )
+            allowed = "one draft or more, each with −1 or an earlier draft as its parent"
+            raise ParameterError(f"append(parents={given!r})", allowed, "order the drafts by depth, parents first")
         return cls(parents, first_rows, lengths)
 
     @property
@@ -254,11 +239,8 @@ class DraftTree:
         Raise ShapeError unless `count`, the number of queries of the call, is the number of drafts.
         """
         if count != self.count:
-            raise ShapeError(
-                f"{count} queries on a KVCache with {self.count} drafts",
-                "one query for each draft",
-                "cache.accept(path) first; it keeps the drafts of a path and drops the others",
-            )
+            cure = "cache.accept(path) first; it keeps the drafts of a path and drops the others"
+            raise ShapeError(f"{count} queries on a KVCache with {self.count} drafts", "one query for each draft", cure)
         first, draft = self._locate()
         return (j < first) | Table(self.ancestors)[0 if len(self.parents) == 1 else b, i, draft]
 
@@ -275,9 +257,8 @@ class DraftTree:
         path = to_integers(given)
         B = len(self.lengths)
         if path is None or path.ndim not in (1, 2) or (path.ndim == 2 and len(path) != B):
-            raise ShapeError(
-                f"accept({given!r})", f"(k,) whole numbers, or ({B}, k)", "accept([0, 2]): draft 0, then draft 2"
-            )
+            cure = "accept([0, 2]): draft 0, then draft 2"
+            raise ShapeError(f"accept({given!r})", f"(k,) whole numbers, or ({B}, k)", cure)
         path = np.broadcast_to(path, (B, path.shape[-1]))
         parents = np.broadcast_to(self.parents, (B, self.count))
         is_draft = (path >= 0) & (path < self.count)
@@ -285,11 +266,9 @@ class DraftTree:
         continues = parents[np.arange(B)[:, None], np.where(is_draft, path, 0)] == before
         ends = (path == -1) & np.logical_and.accumulate((path == -1)[:, ::-1], axis=1)[:, ::-1]
         if not ((is_draft & continues) | ends).all():
-            raise ParameterError(
-                f"accept({given!r}) of drafts with the parents {self.parents.tolist()}",
-                "a path: a draft whose parent is −1, then a child of it, and so on; −1 behind the last",
-                "follow the parents from the last accepted draft, then reverse the list",
-            )
+            allowed = "a path: a draft whose parent is −1, then a child of it, and so on; −1 behind the last"
+            cure = "follow the parents from the last accepted draft, then reverse the list"
+            raise ParameterError(f"accept({given!r}) of drafts with the parents {self.parents.tolist()}", allowed, cure)
         return path
 
 
@@ -297,8 +276,6 @@ class DraftTree:
 class SharedPrefix:
     """The first positions of the sequences of a cache, stored in another cache.
 
-    Attributes
-    ----------
     cache : KVCache, which may have a prefix of its own
     owners : (B,) int64, for each sequence, the sequence of `cache` with which it begins
     lengths : (B,) int64, how many positions each sequence has from the sequence of `cache`
@@ -349,10 +326,8 @@ class SharedPrefix:
         before = self.cache.prefix
         if before is None:
             return [self]
-        earlier = SharedPrefix(
-            before.cache, before.owners[self.owners], np.minimum(before.lengths[self.owners], self.lengths)
-        )
-        return [self, *earlier.parts]
+        lengths = np.minimum(before.lengths[self.owners], self.lengths)
+        return [self, *SharedPrefix(before.cache, before.owners[self.owners], lengths).parts]
 
     @cached_property
     def groups(self) -> Any:

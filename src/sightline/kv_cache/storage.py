@@ -9,16 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import FLOATS, dtype_name, framework, layout, namespace, resolve_dtype
+from ..arrays.operations import FLOATS, Array, address_of, dtype_name, framework, namespace, resolve_dtype, strides_of
 from ..arrays.row_formats import RowFormat
-
-Array = Any
 
 DOUBLING = 256  # rows up to which the capacity of full storage is doubled
 LARGE_SHARE = 4  # large storage grows by a quarter, so a row is copied about 4 times in total
 
 
-class QuantizationError(NamedTuple):
+class RelativeErrors(NamedTuple):
     """The relative error √(Σ (x − x̂)² / Σ x²) of a quantised cache, which stores x̂ in place of the appended x.
 
     `key` is the error of all appended keys together, and `value` that of all appended values.
@@ -34,15 +32,11 @@ class Storage:
     The values of multi-head latent attention are a view of the first d_v numbers of the keys. If those of the first
     append are such a view, one array stores keys and values until an append has other values.
 
-    Parameters
-    ----------
     key, value : (B, G, t, d) arrays of the first append; they are not written yet
     capacity : the number of rows to allocate
     dtype : the dtype of stored floats
     quantized : the dtypes of stored codes for keys and for values; None for floats
 
-    Attributes
-    ----------
     key, value : (B, G, capacity, d), or the bytes of quantised rows (B, G, capacity, row_bytes)
     widths : d_k and d_v
     row_formats : how the rows of keys and of values are quantised; None for floats
@@ -116,11 +110,11 @@ class Storage:
 
     def without_rows(self, batch: int) -> Storage:
         """Return storage without rows for `batch` sequences, with the heads, widths and formats of this one."""
-        new = self.copy()
+        is_shared, new = self._is_shared, self.copy()
         new._hold(
             _allocate(array, (batch, array.shape[1], 0, array.shape[3]), dtype_name(array)) for array in self._arrays
         )
-        new.squares, new._is_shared, self._is_shared = np.zeros((2, 2)), False, self._is_shared
+        new.squares, new._is_shared, self._is_shared = np.zeros((2, 2)), False, is_shared
         return new
 
     def reserve(self, needed: int, used: int) -> None:
@@ -201,7 +195,7 @@ def is_part(value: Array, key: Array) -> bool:
         return False
     if getattr(key, "layout", None) is not getattr(value, "layout", None) or value.shape[-1] > key.shape[-1]:
         return False
-    return bool(layout(value) == layout(key))
+    return address_of(value) == address_of(key) and strides_of(value) == strides_of(key)
 
 
 def _allocate(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
@@ -233,7 +227,7 @@ def _write_quantized(storage: Any, array: Any, rows: Any, row_format: RowFormat)
 
     Return Σ (x − x̂)² and Σ x² of the written numbers as an array.
     """
-    from ..cpu.launch.quantize import quantize  # loads llvmlite
+    from ..cpu.kernels.quantize import quantize  # loads llvmlite
 
     sums = np.zeros(2)
     quantize(array, storage, rows, row_format, sums)

@@ -23,22 +23,21 @@ class StoredRows:
     """The rows of a cache. `KVCache` has the methods that change them."""
 
     def __init__(self) -> None:
-        self._storage: Storage | None = None  # the first append makes it
+        self.storage: Storage | None = None  # the first append makes it
         self._lengths: Any  # (B,) int64
         self.prefix: SharedPrefix | None = None  # after `fork`: where the first positions are stored
         self._kept: KeptRows | None = None  # after `keep` or `fork`: the positions that the first rows hold
         self.drafts: DraftTree | None = None  # after `append(parents=...)`, until `accept`
         self._num_rows: int  # the rows of the sequence with most; without `keep`, row k holds position k
-        self._rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
+        self.rows_are_full: bool  # True if each of these rows holds a position, in every sequence and head
         self._rewritings: dict[tuple[int, bool, int], Rewriting]  # by the arguments of `rewriting`, until a change
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that shares the storage until this cache or the copy writes to it."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__ |= self.__dict__  # the arrays of lengths and positions are replaced, never written to
-        copied._storage = self._storage and self._storage.copy()
+        copied = memo[id(self)] = self.snapshot()  # the arrays of lengths and positions are replaced, never written to
+        copied.storage = self.storage and self.storage.copy()
         return copied
 
     def __copy__(self) -> Self:
@@ -87,9 +86,9 @@ class StoredRows:
         `reads_rows` is True if a formula reads i. `heads` is the number of query heads.
         """
         kept = self._kept
-        group = 1 if kept is None or self._storage is None else max(heads // self._storage.key.shape[1], 1)
+        group = 1 if kept is None or self.storage is None else max(heads // self.storage.key.shape[1], 1)
         are_next = self._newest_are_last or not self.are_newest(count)
-        if reads_rows and are_next and self._rows_are_full and 0 < count <= self._num_rows:
+        if reads_rows and are_next and self.rows_are_full and 0 < count <= self._num_rows:
             of_all, of_last, of_next = WITHOUT_EVICTION if kept is None else kept.rewritings(group)
             return of_last if count == 1 else of_all if count == self._num_rows else of_next
         found = self._rewritings.get((count, reads_rows, group))
@@ -103,7 +102,7 @@ class StoredRows:
         `group` is the number of query heads that share a key head.
         """
         position, condition = (j, None) if self._kept is None else self._kept.formulas(group)
-        if self._kept is not None and not self._rows_are_full:  # a row without a position reads inside of tables
+        if self._kept is not None and not self.rows_are_full:  # a row without a position reads inside of tables
             last = Table(np.maximum(self._lengths - 1, 0))
             position = apply("minimum", position, last[b if self._lengths.size > 1 else 0])
         if self.drafts is not None:
@@ -121,7 +120,7 @@ class StoredRows:
 
     def rows(self) -> tuple[Any, Any]:
         """Return views of the rows of key and value, with the axes of the appended arrays; bytes if quantised."""
-        count, storage = self._num_rows, self._storage  # read once, because another thread may append
+        count, storage = self._num_rows, self.storage  # read once, because another thread may append
         if storage is None:
             raise nothing_appended()
         sequence = 0 if self._ndim == 2 else slice(None)
@@ -130,8 +129,8 @@ class StoredRows:
 
     def stored_rows(self) -> tuple[Any, Any]:
         """Return what `rows` returns, but always with the axes (B, G, rows, width)."""
-        assert self._storage is not None
-        return self._storage.key[:, :, : self._num_rows], self._storage.value[:, :, : self._num_rows]
+        assert self.storage is not None
+        return self.storage.key[:, :, : self._num_rows], self.storage.value[:, :, : self._num_rows]
 
     def count_rows(self, sequences: Any, lengths: Any) -> Any:
         """Return, for each b, how many rows hold the positions before lengths[b] of sequence sequences[b]."""
@@ -142,13 +141,13 @@ class StoredRows:
     @property
     def row_formats(self) -> tuple[RowFormat, RowFormat] | None:
         """How the rows of keys and of values are quantised; None for floats, and before the first append."""
-        return None if self._storage is None else self._storage.row_formats
+        return None if self.storage is None else self.storage.row_formats
 
     # -- internals ---------------------------------------------------------------------------------------------------
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
         """Set the lengths and the positions of the newest append, and forget how formulas were rewritten.
 
-        `_num_rows` is an int and `_rows_are_full` a bool, not of NumPy, so that torch.compile can read them.
+        `_num_rows` is an int and `rows_are_full` a bool, not of NumPy, so that torch.compile can read them.
         """
         self._lengths, self._newest_positions = lengths, newest
         self._rewritings = {}
@@ -157,17 +156,16 @@ class StoredRows:
         self._num_rows = int(rows.max(initial=0))
         self._has_equal_rows = bool((rows == self._num_rows).all())
         is_uniform = self._kept is None or self._kept.is_uniform
-        self._rows_are_full = self._has_equal_rows and is_uniform and self.drafts is None
+        self.rows_are_full = self._has_equal_rows and is_uniform and self.drafts is None
 
     @property
     def _squares(self) -> Any:
         """Σ (x − x̂)² and Σ x² of keys and values, (2, 2); see `Storage`."""
-        own = np.zeros((2, 2)) if self._storage is None else self._storage.squares
+        own = np.zeros((2, 2)) if self.storage is None else self.storage.squares
         return own if self.prefix is None else own + self.prefix.cache._squares
 
 
 def nothing_appended() -> ParameterError:
     """Return the error that callers raise for a cache to which nothing was appended."""
-    return ParameterError(
-        "a KVCache to which nothing was appended", "a cache with positions", "cache.append(key, value) first"
-    )
+    given = "a KVCache to which nothing was appended"
+    return ParameterError(given, "a cache with positions", "cache.append(key, value) first")

@@ -37,7 +37,7 @@ from ..formula.expression import Expression
 from .definition import Stages, compute_stages
 from .dropout import keep_factor
 
-FORMATS = {  # the number of fraction bits and the smallest exponent of each dtype
+FLOAT_FORMATS = {  # the number of fraction bits and the smallest exponent of each dtype
     "float16": (10, -14),
     "bfloat16": (7, -126),
     "float32": (23, -126),
@@ -50,7 +50,7 @@ LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 def ulp(values: Any, dtype: str) -> Any:
     """Return, for each value, the distance between neighbouring numbers of the dtype at that size, in float64."""
-    fraction, min_exponent = FORMATS[dtype]
+    fraction, min_exponent = FLOAT_FORMATS[dtype]
     exponent = np.where(values == 0, min_exponent, np.frexp(np.abs(values))[1] - 1)
     return np.ldexp(1.0, np.maximum(exponent, min_exponent) - fraction)
 

@@ -180,7 +180,7 @@ class Reference(Kernel):
     def cost(self, problem: Problem) -> float:
         return 100.0
 
-    def run(self, problem: Problem, threads: int | None = None) -> Result:
+    def run(self, problem: Problem) -> Result:
         stages = compute_stages(problem)
         xp = namespace(problem.query)
 

@@ -38,12 +38,12 @@ from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
 from ..statistics import Statistic, arrays_of
 from ..statistics.contexts import ForwardContext
-from ..statistics.dispatch import computed_statistic, dispatch_statistics
-from ..statistics.reduction import cell_of
+from ..statistics.dispatch import dispatch_statistics
+from ..statistics.reduction import Extremum, cell_of
 from . import streaming
 
 PART_BYTES = 32 << 20  # the size of the copies of keys and values in one part
-TILE = 256
+TILE_SIDE = 256
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,7 @@ class Gathering:
         self.rows_of(arrays[0], part.rows)[...] = part_arrays[0]
         if len(part_arrays) > 1:  # positions among the copied keys; −1 for none
             where = xp.reshape(part_arrays[1], (*part_arrays[1].shape[:3], -1))
-            keys = xp.broadcast_to(part.keys, (*where.shape[:3], part.keys.shape[-1]))
-            keys = xp.where(where < 0, where, xp.take_along_axis(keys, xp.clip(where, 0, None), axis=-1))
+            keys = Extremum(None, where).at_positions(part.keys).where
             self.rows_of(arrays[1], part.rows)[...] = xp.reshape(keys, part_arrays[1].shape)
 
     def _add_to_cells(self, statistic: Any, array: Any, part: GatheredPart, entries: Any) -> None:
@@ -286,6 +285,9 @@ class Gather(Kernel):
         lists = KeyLists.of(problem.mask)
         return math.prod(problem.extent[:3]) * (problem.m if lists is None else lists.length)
 
+    def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
+        return "computed by the kernel of the copied keys"
+
     def cost(self, problem: Problem) -> float:
         """Return a low cost if the tiles of the mask have many more pairs than the lists, else a high cost.
 
@@ -297,7 +299,7 @@ class Gather(Kernel):
         """
         lists = KeyLists.of(problem.mask)
         plain = [] if lists is None else [condition for condition in lists.conditions if not condition.tables]
-        tiles = find_tile_ranges(reduce(and_, plain) if plain else None, problem.extent, TILE, TILE).tiles
+        tiles = find_tile_ranges(reduce(and_, plain) if plain else None, problem.extent, TILE_SIDE, TILE_SIDE).tiles
         pairs = math.prod(problem.extent) * (1 - tiles["empty"] / sum(tiles.values()))
         return 0.05 if pairs > PAIRS_PER_KEY * self.pairs(problem) + PAIRS_PER_CALL else 20.0
 
@@ -305,16 +307,16 @@ class Gather(Kernel):
         count = self.pairs(problem) // math.prod(problem.extent[:3])
         return f"copies at most {count:,} of {problem.m:,} keys for each query"
 
-    def run(self, problem: Problem, threads: int | None = None) -> Result:
+    def run(self, problem: Problem) -> Result:
         call, shape = Gathering(problem), tuple(problem.query.shape[:-1])
         output = empty((*shape, problem.d_v), problem.dtype, problem.query, has_heads_in_rows(problem.query))
         lse = empty(shape, "float64", problem.query)
         context = ForwardContext(problem, lse, shape[:-1])
-        statistics = [computed_statistic(statistic) for statistic in problem.see if statistic.reads_tiles]
+        statistics = [statistic for statistic in problem.see if statistic.num_arrays]
         arrays = [statistic.start(context) for statistic in statistics]
         see = tuple([_entries_of(statistic) for statistic in statistics])
         for part in call.parts(see):
-            result = kernels.choose(self.by_tiles, part.problem).kernel.run(part.problem, threads)
+            result = kernels.choose(self.by_tiles, part.problem).kernel.run(part.problem)
             call.rows_of(output, part.rows)[...] = result.output
             call.rows_of(lse, part.rows)[...] = result.lse
             for statistic, totals, statistic_of_part in zip(statistics, arrays, result.seen, strict=True):
@@ -330,13 +332,13 @@ class Gather(Kernel):
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
         return self.refuses(problem)
 
-    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients:
+    def backward(self, problem: Problem, given: GivenGradients) -> Gradients:
         call, wanted_tables = Gathering(_widen(problem)), given.wanted_tables
         xp, wide = call.xp, call.problem
         d_query, d_key, d_value = (xp.zeros_like(x) for x in (wide.query, call.key, call.value))
         learned: dict[Any, Any] = {}
         for part in call.parts():
-            part_gradients = self._differentiate(call, part, given, threads)
+            part_gradients = self._differentiate(call, part, given)
             call.rows_of(d_query, part.rows)[...] = part_gradients.query
             values = [xp.reshape(x, (-1, x.shape[-1])) for x in (part_gradients.key, part_gradients.value)]
             add_rows(part.places, (d_key, values[0]), (d_value, values[1]))
@@ -355,9 +357,7 @@ class Gather(Kernel):
         ]
         return Gradients(d_query, d_key, d_value, tuple(d_tables), d_sinks)
 
-    def _differentiate(
-        self, call: Gathering, part: GatheredPart, given: GivenGradients, threads: int | None
-    ) -> Gradients:
+    def _differentiate(self, call: Gathering, part: GatheredPart, given: GivenGradients) -> Gradients:
         """Return the gradients of a part. `given` are the inputs of the whole problem."""
         whole, added = (given.d_output, given.d_lse, *given.saved), given.statistics
         saved: list[Any]
@@ -366,14 +366,14 @@ class Gather(Kernel):
         slots = [slot for slot, table in enumerate(part.problem.tables) if id(table) in wanted]
         kernel = kernels.choose(self.by_tiles, part.problem).kernel
         if saved[0].dtype != part.problem.query.dtype:
-            exact = kernel.run(part.problem, threads)
+            exact = kernel.run(part.problem)
             d_lse = subtract_rounding(d_lse, d_output, saved, (exact.output, exact.lse))
             d_output, saved[0] = widen(d_output, saved[0])
         part_terms: dict[str, Any] = {name: formula.rewrite(part.symbols) for name, formula in added.formulas.items()}
         sums = {name: getattr(added, name) for name in ("lse", "weights_sum")}
         part_terms |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
         given = GivenGradients(d_output, d_lse, saved, slots, replace(added, **part_terms))
-        return streaming.differentiate(kernel, part.problem, given, threads)
+        return streaming.differentiate(kernel, part.problem, given)
 
 
 def _widen(problem: Problem) -> Problem:

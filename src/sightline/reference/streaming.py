@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..arrays.caching import cached_property
 from ..arrays.operations import convert, device_option, namespace, resolve_dtype
-from ..caching import cached_property
 from ..call.gradient_parts import MAX_LSE, MAX_LSE_DIFFERENCE, find_learned_lookups, is_lse_too_large, sink_weights
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result
 from ..call.problem import Problem
@@ -27,7 +27,7 @@ from ..statistics import Statistic, Tile, accumulate_statistics, statistic_gradi
 from .dropout import keep_factor
 
 TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
-KEY_BLOCK = 512
+MAX_TILE_KEYS = 512
 
 
 class TileOps:
@@ -37,18 +37,23 @@ class TileOps:
         if not isinstance(problem.query, np.ndarray):
             problem = problem.map_tables(lambda array: convert(array, problem.query))
         self.problem = problem
-        self.xp = xp = namespace(problem.query)
-        self.dtype = resolve_dtype(xp, problem.accumulator)
+        self.xp = namespace(problem.query)
+        self.dtype = resolve_dtype(self.xp, problem.accumulator)
         formats = problem.row_formats or ()
         self.row_formats = dict(zip((id(problem.key), id(problem.value)), formats, strict=False))
-        arrays = problem.query, problem.key, problem.value, *others
-        self.is_finite = not formats and all(x is None or bool(xp.all(xp.isfinite(x))) for x in arrays)
+        self.arrays = problem.query, problem.key, problem.value, *others
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """True if no entry of the arrays is NaN or ∞. The rows of a packed cache are not read to find out."""
+        arrays = [x for x in self.arrays if x is not None]
+        return not self.row_formats and all(bool(self.xp.all(self.xp.isfinite(x))) for x in arrays)
 
     @cached_property
     def runs(self) -> TileRanges:
         """For each block of queries, the blocks of keys that the mask does not hide, as ranges of tiles."""
         problem = self.problem
-        columns = min(KEY_BLOCK, 1 << max(problem.m - 1, 0).bit_length())
+        columns = min(MAX_TILE_KEYS, 1 << max(problem.m - 1, 0).bit_length())
         rows = max(TILE_ELEMENTS // (max(problem.B * problem.H, 1) * columns), 1)
         return find_tile_ranges(problem.mask, problem.extent, min(1 << (rows.bit_length() - 1), 1024), columns)
 
@@ -110,14 +115,14 @@ class TileOps:
 
     def masked(self, s: Any, rows: slice, columns: slice, full: bool) -> Any:
         """Return the final scores of a tile from its scaled scores s: by the score formula, and −∞ at hidden pairs."""
-        problem, xp = self.problem, self.xp
-        if problem.score is not None:
-            s = xp.broadcast_to(self.evaluate_formula(problem.score, self.symbols(rows, columns, s)), s.shape)
-            s = xp.astype(s, self.dtype)
+        problem, xp, allowed = self.problem, self.xp, None
         if problem.mask is not None and not full:
             allowed = self.evaluate_formula(problem.mask, self.symbols(rows, columns), xp.float64)
-            s = xp.where(allowed, s, self.full(-xp.inf))
-        return s
+        if problem.score is not None:
+            read = s if allowed is None else xp.where(allowed, s, self.full(0.0))  # a finite slope at hidden pairs
+            values = self.evaluate_formula(problem.score, self.symbols(rows, columns, read))
+            s = xp.astype(xp.broadcast_to(values, s.shape), self.dtype)
+        return s if allowed is None else xp.where(allowed, s, self.full(-xp.inf))
 
     def sum_over_keys(self, weights: Any, array: Any) -> Any:
         """Return Σⱼ weights[i, j] · array[j], of shape (*batch_shape, H, rows, width). `array` has the key heads."""
@@ -213,7 +218,7 @@ def forward(ops: TileOps) -> tuple[Any, Any]:
     return output, lse
 
 
-def tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
+def visible_tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
     """Yield every tile that is not empty. Its weights are normalised, before dropout."""
     for rows in ops.query_blocks():
         for columns, _, masked, weights in row_tiles(ops, rows, lse):
@@ -222,7 +227,7 @@ def tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
 
 def compute_statistics(ops: TileOps, lse: Any) -> tuple[Any, ...]:
     """Compute the statistics of the problem from the lse, in a second pass over the tiles."""
-    return accumulate_statistics(ops.problem, lse, lambda: tiles(ops, lse))
+    return accumulate_statistics(ops.problem, lse, lambda: visible_tiles(ops, lse))
 
 
 def row_tiles(ops: TileOps, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
@@ -269,12 +274,12 @@ def _normalizers(ops: TileOps, rows: slice, lse: Any) -> tuple[Any, Any]:
     return tuple(xp.where(is_own, part, given) for part, given in zip(parts, (high, low), strict=True))
 
 
-def differentiate(kernel: Kernel, problem: Problem, given: GivenGradients, threads: int | None) -> Gradients:
+def differentiate(kernel: Kernel, problem: Problem, given: GivenGradients) -> Gradients:
     """Return the gradients by the backward pass of a kernel. If it returns None, return those of `backward`.
 
     Output and lse are computed again if an |lse| is above `MAX_LSE`.
     """
-    gradients = kernel.backward(problem, given, threads)
+    gradients = kernel.backward(problem, given)
     if gradients is not None:
         return gradients
     is_imprecise = is_lse_too_large(given.saved[1], problem.accumulator)
@@ -305,16 +310,16 @@ def backward(problem: Problem, given: GivenGradients) -> Gradients:
     if saved is None and given.d_seen:
 
         def compute(statistic: Statistic) -> Any:
-            return accumulate_statistics(problem.with_statistics(statistic), lse, lambda: tiles(ops, lse))[0]
+            return accumulate_statistics(problem.with_statistics(statistic), lse, lambda: visible_tiles(ops, lse))[0]
 
         added = statistic_gradients(problem, lse, given.d_seen, compute=compute)
-    for part in (given.d_lse, added.lse):
-        row = row if part is None else row - xp.astype(part, ops.dtype)
+    known = added.add_to_d_lse(given.d_lse)
+    row = row if known is None else row - xp.astype(known, ops.dtype)
     lead, d_query = problem.key.shape[:-1], ops.full(0.0, *problem.query.shape)
     d_key, d_value = (ops.full(0.0, *lead, width) for width in (problem.d_k, problem.d_v))
     for rows in ops.query_blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]
-        for columns, _, masked, p in row_tiles(ops, rows, lse) if added.weights is not None else ():
+        for columns, _, masked, p in row_tiles(ops, rows, lse) if added.needs_weights_sum else ():
             added_weights = ops.evaluate_on_scores(added.weights, rows, columns, masked)
             d_row = d_row + xp.sum(p * xp.where(p == 0, ops.full(0.0), added_weights), axis=-1)
         for columns, scaled, masked, p in row_tiles(ops, rows, lse):
@@ -418,11 +423,11 @@ class Streaming(Kernel):
         """Yield nothing: streaming has a backward pass for every problem."""
         yield from ()
 
-    def run(self, problem: Problem, threads: int | None = None) -> Result:
+    def run(self, problem: Problem) -> Result:
         ops = TileOps(problem)
         with np.errstate(all="ignore"):  # hidden scores may overflow
             output, lse = forward(ops)
         return Result(ops.xp.astype(output, problem.query.dtype), lse, seen=compute_statistics(ops, lse))
 
-    def backward(self, problem: Problem, given: GivenGradients, threads: int | None = None) -> Gradients:
+    def backward(self, problem: Problem, given: GivenGradients) -> Gradients:
         return backward(problem, given)

@@ -1,4 +1,4 @@
-"""The statistics of attention weights that `see=[...]` requests. Their base class is in the module `statistic`."""
+"""Statistics of attention weights, which `see=[...]` requests, and their recordings. Their base is in `statistic`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,35 @@ from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
 from .contexts import KeyPart, StatisticGradients, Tile, accumulate_statistics, arrays_of, statistic_gradients, weigh
-from .head_factors import multiply_heads
 from .library import entropy, mass, max, max_score, min, pooled, received, scores, sum, weighted_sum, weights
 from .per_query import Lse, TopK, lse, top_k
 from .reduction import Reduction
-from .statistic import Mean, OverLayers, Statistic, places_in, solve_selections_separately, spread_mean, unwrap_mean
+from .statistic import (
+    Mean,
+    OverLayers,
+    Selection,
+    Statistic,
+    average_results,
+    places_in,
+    solve_selections_separately,
+    spread_gradients,
+)
 
 __all__ = [
     "OVERVIEW",
     "STATISTICS",
     "KeyPart",
-    "Lse",
     "Mean",
     "OverLayers",
     "Reduction",
+    "Selection",
     "Statistic",
     "StatisticGradients",
     "Tile",
     "TopK",
     "accumulate_statistics",
     "arrays_of",
+    "average_results",
     "deserialize",
     "entropy",
     "lse",
@@ -34,17 +43,15 @@ __all__ = [
     "max",
     "max_score",
     "min",
-    "multiply_heads",
     "places_in",
     "pooled",
     "received",
     "scores",
     "solve_selections_separately",
-    "spread_mean",
+    "spread_gradients",
     "statistic_gradients",
     "sum",
     "top_k",
-    "unwrap_mean",
     "weigh",
     "weighted_sum",
     "weights",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays.operations import namespace, resolve_dtype
-from ..formula.expression import SYMBOLS, Expression, as_expression, specialize
+from ..formula.expression import SYMBOLS, Expression, specialize
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class KeyPart(NamedTuple):
 class ForwardContext:
     """The inputs from which a statistic is computed, besides the tiles.
 
-    `outer` are the lengths of the leading axes. `average` averages the entries of a linear statistic over those of
+    `outer` are the lengths of the leading axes. `average` averages the entries of a matrix over those of
     (*batch_shape, H) that `outer` lacks.
     """
 
@@ -85,22 +85,15 @@ class BackwardContext:
     def xp(self) -> Any:
         return namespace(self.problem.query)
 
-    @property
-    def finite_lse(self) -> Any:
-        """lse, with 0 in place of −∞."""
-        return self.xp.where(self.lse == -np.inf, self.xp.zeros_like(self.lse), self.lse)
-
     def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
         """Return the formula that reads an array (*batch_shape, H, ...) at b, h and the index.
 
         `remaining_axes` says whether the array has the batch axes and the head axis: "bh", "b", "h" or "".
         """
-        problem, xp = self.problem, namespace(self.problem.query)
+        problem = self.problem
         lengths = [problem.B] * ("b" in remaining_axes) + [problem.H] * ("h" in remaining_axes)
         own = array.shape[array.ndim - len(index) :]
-        if not remaining_axes and not index:  # one number
-            return Table(xp.reshape(array, (1,)))[as_expression(0)]
-        return Table(xp.reshape(array, (*lengths, *own)))[(*(SYMBOLS[name] for name in remaining_axes), *index)]
+        return Table(self.xp.reshape(array, (*lengths, *own)))[(*(SYMBOLS[name] for name in remaining_axes), *index)]
 
     def gradient_at(self, *index: Expression) -> Expression:
         """Return the formula that reads the gradient at b, h and the index."""
@@ -144,9 +137,8 @@ class StatisticGradients:
 
         dP includes `weights`, so δ = rowsum(P ∘ dP) − d_lse must include `weights_sum`. The last term adds it.
         """
-        terms = [term for term in (d_lse, self.lse) if term is not None]
-        if self.weights_sum is not None:
-            terms.append(-self.weights_sum)
+        negative_sum = None if self.weights_sum is None else -self.weights_sum
+        terms = [term for term in (d_lse, self.lse, negative_sum) if term is not None]
         return reduce(add, terms) if terms else None
 
 
@@ -158,9 +150,9 @@ def accumulate_statistics(problem: Problem, lse: Any, tiles: Callable[[], Iterat
     context = ForwardContext(problem, lse, (*problem.batch_shape, problem.H))
     with np.errstate(all="ignore"):
         accumulated = [(statistic, statistic.start(context)) for statistic in problem.see]
-        for tile in tiles() if any(statistic.reads_tiles for statistic in problem.see) else ():
+        for tile in tiles() if any(statistic.num_arrays for statistic in problem.see) else ():
             for statistic, arrays in accumulated:
-                if statistic.reads_tiles:
+                if statistic.num_arrays:
                     statistic.add(arrays, tile, context)
         return tuple(statistic.build_result(statistic.finish(arrays, context)) for statistic, arrays in accumulated)
 

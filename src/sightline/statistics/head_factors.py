@@ -13,7 +13,7 @@ from ..errors import ParameterError
 from .contexts import weigh
 
 # one number for each head, one row of numbers for each layer of a watched model, or 1.0 for all; None stands for 1/H
-Factors = float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
+HeadFactors = float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
 
 
 def multiply_heads(array: Any, axis: int, factors: Any) -> Any:
@@ -25,8 +25,8 @@ def multiply_heads(array: Any, axis: int, factors: Any) -> Any:
     return weigh(xp.reshape(numbers, (-1, *[1] * (array.ndim - axis - 1))), array)
 
 
-def parse_factors(how: str, weights: Any) -> Factors:
-    """Return the `Factors` of a "sum" or "mean" over heads. The weights of a mean are divided by their sum."""
+def parse_factors(how: str, weights: Any) -> HeadFactors:
+    """Return the `HeadFactors` of a "sum" or "mean" over heads. The weights of a mean are divided by their sum."""
     if weights is None:
         return None if how == "mean" else 1.0
     if getattr(weights, "requires_grad", False):
@@ -63,7 +63,7 @@ def format_factors(factors: Any) -> str:
     return f", weights=[{shown}]"
 
 
-def check_factors(factors: Factors, num_heads: int) -> None:
+def check_factors(factors: HeadFactors, num_heads: int) -> None:
     """Raise ParameterError if factors are a tuple that does not have one number for each head of a call."""
     if not isinstance(factors, tuple):
         return

@@ -31,9 +31,9 @@ def sum(formula: Any, over: Over, cells: Cells = None) -> Statistic:
     `sum(p, over=i)` is the weight that every key receives, and `sum(p / 12, over=h)` one map of 12 heads.
 
     p is the weight P_ij after softmax and before dropout, s is the final score, and log(p) is s − lse, exact where p
-    underflows. Hidden pairs add nothing, even if f is NaN or ∞ there. Query, key, sinks and the tables of the score get
-    gradients; the tables of f get none. A sum over j that is proportional to p is computed together with the output.
-    `explain` says how the others are computed.
+    underflows. If f divides by such a p, it is NaN or ∞. Hidden pairs add nothing, even if f is NaN or ∞ there. Query,
+    key, sinks and the tables of the score get gradients; the tables of f get none. A sum over j that is proportional to
+    p is computed together with the output. `explain` says how the others are computed.
 
     Parameters
     ----------
@@ -85,8 +85,9 @@ def max(formula: Any, over: Over, cells: Cells = None) -> Statistic:
     has only i and j, because the maximum over heads is the maximum of the result over its axis of heads.
 
     Over one axis, the result is a named tuple: `value`, and `where`, int64: the first position of the maximum among the
-    keys (over j) or the queries (over i); −1 for no pairs. The gradient goes to this pair. A maximum over both axes has
-    no gradient.
+    keys (over j) or the queries (over i); −1 for no pairs. With `.rows(...)`, or on a cache, a query's position is that
+    in its sequence. Keys are counted among those that the cache keeps. The gradient goes to this pair. A maximum over
+    both axes has no gradient.
 
     Examples
     --------
@@ -109,9 +110,8 @@ def min(formula: Any, over: Over, cells: Cells = None) -> Statistic:
 def _extremum(how: str, formula: Any, over: Over, cells: Cells) -> Statistic:
     axes, outer = _read_over(how, over)
     if outer:
-        raise ParameterError(
-            f"{how}(formula, over={over})", "i, j or both", f"the {how} of the result over its axis of heads or batch"
-        )
+        cure = f"the {how} of the result over its axis of heads or batch"
+        raise ParameterError(f"{how}(formula, over={over})", "i, j or both", cure)
     formula, cells = _read_formula(formula), _read_cells(how, axes, cells)
     return Reduction(formula, how if axes else "sum", axes, cells, name=how, hidden=EXTREMES[how])
 
@@ -121,11 +121,9 @@ def _read_over(name: str, over: Any) -> tuple[str, str]:
     listed = over if type(over) in (tuple, list) else (over,)
     names = [axis for axis in "bhij" if any(symbol is SYMBOLS[axis] for symbol in listed)]
     if len(names) != len(listed):
-        raise ParameterError(
-            f"{name}(formula, over={over!r})",
-            "the symbols b, h, i and j, or a tuple of some of them, each once",
-            "over=j, with `from sightline import j`",
-        )
+        allowed = "the symbols b, h, i and j, or a tuple of some of them, each once"
+        cure = "over=j, with `from sightline import j`; to sum groups of keys, weighted_sum(x), x[j, c] 1 for group c"
+        raise ParameterError(f"{name}(formula, over={over!r})", allowed, cure)
     return "".join([axis for axis in names if axis in "ij"]), "".join([axis for axis in names if axis in "bh"])
 
 

@@ -23,7 +23,6 @@ class Lse(Statistic):
     """The lse of every query; see `lse`."""
 
     name = "lse"
-    reads_tiles = False
     num_arrays = 0
     fill_values = (-math.inf,)
     fused_role = "lse"
@@ -35,10 +34,7 @@ class Lse(Statistic):
         return [lse]
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        xp, gradient, problem = namespace(context.lse), context.gradient, context.problem
-        if "h" not in context.remaining_axes:
-            gradient = gradient[..., None, :]
-        return StatisticGradients(lse=xp.broadcast_to(gradient, (*problem.batch_shape, problem.H, problem.n)))
+        return StatisticGradients(lse=context.gradient)
 
 
 def entropy_of(weights: Any) -> Any:
@@ -93,7 +89,7 @@ class TopK(Statistic):
         """
         xp = namespace(weights)
         marked = xp.where(keys < 0, -xp.ones_like(weights), weights)
-        order = xp.argsort(marked, axis=-1, descending=True, stable=True)[..., : self.k]
+        order = xp.argsort(-xp.where(marked != marked, xp.inf, marked), axis=-1, stable=True)[..., : self.k]
         marked, keys = (xp.take_along_axis(array, order, axis=-1) for array in (marked, keys))
         return [xp.where(keys < 0, xp.zeros_like(marked), marked), keys]
 

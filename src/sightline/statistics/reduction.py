@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.caching import cached_property
 from ..arrays.operations import TORCH, convert, dtype_name, framework, itemsize, namespace, needs_gradient
-from ..caching import cached_property
 from ..errors import ParameterError, ShapeError
 from ..formula.derivative import ONE, ZERO, derivative, vanishes_with
 from ..formula.evaluate_array import evaluate
@@ -36,7 +36,6 @@ from .contexts import (
     literal_text,
     weigh,
 )
-from .extremum import Extremum, find_extremum, join_extrema
 from .statistic import Statistic
 from .weight_formulas import LOG_P, degree_in, is_entropy, split_logarithms
 
@@ -51,12 +50,61 @@ i, j, s, p = (SYMBOLS[name] for name in "ijsp")
 EXTREMES = {"max": -math.inf, "min": math.inf}  # the results of no pairs
 
 
+class Extremum(NamedTuple):
+    """A largest or smallest number (`value`), and the position j or i of the first pair that has it (`where`).
+
+    NaN counts as larger, or smaller, than every number. A position of −1 stands for no pair.
+    """
+
+    value: Any
+    where: Any
+
+    @property
+    def score(self) -> Any:
+        """The number, for `max_score`."""
+        return self.value
+
+    def at_positions(self, positions: Any) -> Extremum:
+        """Return the extremum with the numbers of `positions`, (count,) or (B, 1, count), at `where`; −1 stays −1."""
+        where, xp = self.where, namespace(self.where)
+        if 0 in positions.shape:
+            return self
+        shape = *where.shape[:-1], positions.shape[-1]
+        numbers = xp.broadcast_to(xp.astype(convert(positions, where), where.dtype), shape)
+        found = xp.take_along_axis(numbers, xp.where(where < 0, 0, where), axis=-1)
+        return self._replace(where=xp.where(where < 0, where, found))
+
+
+def find_extremum(how: str, values: Any, positions: Any, axis: int) -> Extremum:
+    """Return the largest ("max") or smallest ("min") entry along an axis, and the position of the first such entry.
+
+    `positions` broadcasts to `values`. Position −1 means no pair; it is returned only if all positions are −1.
+    """
+    xp = namespace(values)
+    ordered, positions = values if how == "max" else -values, xp.broadcast_to(positions, values.shape)
+    least = float(np.finfo(dtype_name(values)).min)  # so that −∞ with a position is above every entry without one
+    ordered = xp.where(positions < 0, -math.inf, xp.where(ordered < least, least, ordered))
+    first = xp.argmax(ordered, axis=axis, keepdims=True)
+    return Extremum(*[xp.squeeze(xp.take_along_axis(x, first, axis=axis), axis=axis) for x in (values, positions)])
+
+
+def join_extrema(how: str, one: Any, other: Any) -> Extremum:
+    """Return the larger or smaller of two (values, positions); of equal values, that of the smaller position."""
+    (value, where), (other_value, other_where) = one, other
+    xp = namespace(value)
+    is_beyond = other_value > value if how == "max" else other_value < value
+    is_beyond = is_beyond | (xp.isnan(other_value) & ~xp.isnan(value))
+    is_equal = (other_value == value) | (xp.isnan(other_value) & xp.isnan(value))
+    is_new = (other_where >= 0) & ((where < 0) | is_beyond | (is_equal & (other_where < where)))
+    return Extremum(xp.where(is_new, other_value, value), xp.where(is_new, other_where, where))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Reduction(Statistic):
     """The sum, mean, maximum or minimum of f_ij; see `sum`, `max`, `received`, `pooled`, `weights` and `scores`.
 
     formula : f, a formula of p, s, b, h, i, j, n, m and tables; a condition stands for p where it is true, and 0
-    how : "sum", "mean", "max" or "min"
+    how, axes : "sum", "mean", "max" or "min", over "i", "j", "ij" or ""
     cells : (rows, columns) of the grid of cells, for "ij"; None for one number
     within : the pairs that the grid divides; None for all
     name : the function that made the statistic, for its text
@@ -108,10 +156,6 @@ class Reduction(Statistic):
         return self.is_extremum and len(self.axes) == 1 and self.hidden != 0
 
     @property
-    def is_linear(self) -> bool:  # type: ignore[override]
-        return not self.is_extremum
-
-    @property
     def is_differentiable(self) -> bool:  # type: ignore[override]
         return not (self.is_extremum and len(self.axes) == 2)
 
@@ -152,7 +196,7 @@ class Reduction(Statistic):
         found = derivative(self.formula, p)
         match found:
             case Apply("where", (condition, first, second)) if first is ONE and second is ZERO:
-                return condition
+                found = condition
         return None if any(node is p for node in walk(found)) else found
 
     @cached_property
@@ -243,7 +287,7 @@ class Reduction(Statistic):
     def hide(self, values: Any, weights: Any, is_hidden: Any) -> Any:
         """Return the results of `pair_formula` with `hidden` at hidden pairs. If f vanishes, f is 0 where p is 0.
 
-        If a query has a score that is NaN or ∞, its weights are NaN at every pair, and so is what f makes of them.
+        If a query has a score that is NaN or ∞, its weights are NaN at every pair, and so are the values of f.
         """
         xp = namespace(weights)
         if self.vanishes:
@@ -251,9 +295,9 @@ class Reduction(Statistic):
         return xp.where(is_hidden & ~xp.isnan(weights), xp.full_like(values, self.hidden), values)
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        xp, array, entries = context.xp, arrays[0], context.average(self.entries(tile, context))
+        array, entries = arrays[0], self.entries(tile, context)
         if not self.axes:
-            array[..., tile.rows, tile.columns] = xp.astype(entries, array.dtype)
+            array[..., tile.rows, tile.columns] = context.xp.astype(context.average(entries), array.dtype)
         elif self.finds:
             self._find(arrays, entries, tile, context)
         elif len(self.axes) == 1:
@@ -334,8 +378,11 @@ class Reduction(Statistic):
         if self.fused_role == "max_score":
             scores: list[Any] = [part.arrays for part in parts]
             return list(reduce(partial(join_extrema, "max"), scores))
-        if self.fused_role == "entropy":
-            return [reduce(add, map(_share_of_entropy, parts))]
+        if self.fused_role == "entropy":  # −Σ P ln P is Σ w (H' − ln w ΣP') of parts with factors w and weights P'
+            xp = namespace(lse)
+            logarithms = [xp.log(xp.where(part.factor == 0, 1.0, part.factor)) for part in parts]
+            shares = [part.arrays[0] - part.total * one for part, one in zip(parts, logarithms, strict=True)]
+            return [reduce(add, [weigh(part.factor, share) for part, share in zip(parts, shares, strict=True)])]
         return [reduce(add, [weigh(part.factor, part.arrays[0]) for part in parts])]
 
     def build_result(self, arrays: Sequence[Any]) -> Any:
@@ -350,7 +397,7 @@ class Reduction(Statistic):
         if not self.is_differentiable or 0 in (context.problem.n, context.problem.m):
             return StatisticGradients()
         gradient = self._gradient_of_pair(context)
-        logarithm = s - context.lookup(context.finite_lse, i)
+        logarithm = s - context.lookup(context.xp.where(context.lse == -math.inf, 0.0, context.lse), i)
         values = {"ln p": logarithm, "p": apply("exp", logarithm)}
         by_weight, by_log, by_score = self.slopes
         terms = {"weights": by_weight, "scores": by_score if by_log is ZERO else by_score + by_log}
@@ -388,14 +435,14 @@ class Reduction(Statistic):
         if self.how == "mean":
             gradient = self.divide(gradient, n, m)
         if self.cells is None:
-            return context.lookup(gradient, remaining_axes=context.remaining_axes)
+            return context.lookup(gradient)
         (i0, i1), (j0, j1) = self.rectangle(n, m)
         rows, columns = self.grid(n, m)
         if 0 in (rows, columns):
             return ZERO
         cell = cell_of(i - i0, i1 - i0, rows), cell_of(j - j0, j1 - j0, columns)
         inside = (i >= i0) & (i < i1) & (j >= j0) & (j < j1)
-        return where(inside, context.lookup(gradient, *cell, remaining_axes=context.remaining_axes), 0.0)
+        return where(inside, context.lookup(gradient, *cell), 0.0)
 
     def _positions(self, context: BackwardContext) -> Any:
         """Return where each maximum or minimum is; −1 for none."""
@@ -411,13 +458,6 @@ class Reduction(Statistic):
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
         others = [literal_text(getattr(self, field)) for field in self.__match_args__[1:] if field != "name"]
         return [self.name, *others, to_text(self.formula)]
-
-
-def _share_of_entropy(part: KeyPart) -> Any:
-    """Return a part's term of −Σ P ln P = Σ w (H' − ln w ΣP'), where w is its factor and H' the entropy of its P'."""
-    xp = namespace(part.arrays[0])
-    logarithm = xp.log(xp.where(part.factor == 0, 1.0, part.factor))
-    return weigh(part.factor, part.arrays[0] - part.total * logarithm)
 
 
 def _may_underflow(context: BackwardContext, largest: Any) -> bool:

@@ -16,10 +16,10 @@ from ..formula.tables import Table
 if TYPE_CHECKING:
     from ..call.problem import Problem
 
-Indices = tuple[int, ...] | slice
+AxisIndices = tuple[int, ...] | slice
 
 
-def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | None) -> Problem:
+def restrict(problem: Problem, queries: AxisIndices | None, query_heads: AxisIndices | None) -> Problem:
     """Return the problem restricted to these queries and heads; None stands for all queries or all heads.
 
     Formulas keep their meaning: i and h become lookups in tables of the original indices.
@@ -28,13 +28,13 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
     symbols: dict[str, Expression] = {}
     xp = namespace(query)
     if query_heads is not None:
-        heads, key_heads = (_index_array(tuple(x), problem.H, query) for x in resolve_heads(problem, query_heads))
+        heads, key_heads = (index_array(tuple(x), problem.H, query) for x in resolve_heads(problem, query_heads))
         query = xp.take(query, heads, axis=-3)
         key, value = xp.take(key, key_heads, axis=-3), xp.take(value, key_heads, axis=-3)
         sinks = None if sinks is None else xp.take(sinks, heads, axis=-1)
         symbols["h"] = Table(heads)[SYMBOLS["h"]]
     if queries is not None:
-        positions, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
+        positions, span = index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
         query = xp.take(query, positions, axis=-2) if span is None else query[..., span[0] : span[1], :]
         symbols["i"] = Table(positions)[SYMBOLS["i"]]
         symbols["n"] = intern(Constant(problem.n, "int"))
@@ -43,23 +43,19 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
     return restricted.map_formulas(lambda formula: formula.rewrite(symbols, lookup))
 
 
-def resolve_heads(problem: Problem, query_heads: Indices) -> tuple[list[int], list[int]]:
-    """Return the selected query heads, and the key heads that a problem with these query heads needs."""
-    selected = resolve_indices("heads", query_heads, problem.H)
-    return selected, _key_heads([head // problem.group for head in selected])
+def resolve_heads(problem: Problem, query_heads: AxisIndices) -> tuple[list[int], list[int]]:
+    """Return the selected query heads, and the key heads that a problem with these query heads needs.
 
-
-def _key_heads(of_queries: list[int]) -> list[int]:
-    """Return the key heads that a problem with some selected query heads needs.
-
-    `of_queries` has the key head of each selected query head. If all runs of equal numbers in `of_queries` have the
-    same length, the result has one number for each run. Otherwise the result is `of_queries` itself.
+    If all runs of query heads with one key head have the same length, each run needs its key head once. Otherwise each
+    query head has a key head of its own.
     """
+    selected = resolve_indices("heads", query_heads, problem.H)
+    of_queries = [head // problem.group for head in selected]
     groups = [list(group) for _, group in itertools.groupby(of_queries)]
-    return [group[0] for group in groups] if len({len(group) for group in groups}) == 1 else of_queries
+    return selected, [group[0] for group in groups] if len({len(group) for group in groups}) == 1 else of_queries
 
 
-def resolve_indices(what: str, indices: Indices, count: int) -> list[int]:
+def resolve_indices(what: str, indices: AxisIndices, count: int) -> list[int]:
     """Return a slice or a sequence of indices as a list of numbers from 0 to count − 1.
 
     Negative indices count from the end. Raise ParameterError if an index of a sequence is out of range; `what` names
@@ -75,7 +71,7 @@ def resolve_indices(what: str, indices: Indices, count: int) -> list[int]:
     return [index + count if index < 0 else index for index in indices]
 
 
-def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
+def contiguous_span(indices: AxisIndices, count: int) -> tuple[int, int] | None:
     """Return (first, past the last) of a slice with step 1; None if `indices` is anything else.
 
     `slice.indices` is not used, because it would turn the symbolic lengths of torch.compile into numbers.
@@ -89,7 +85,7 @@ def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
     return first, max(first, last)
 
 
-def _index_array(indices: Indices, count: int, like: Any) -> Any:
+def index_array(indices: AxisIndices, count: int, like: Any) -> Any:
     """Return `resolve_indices` as an int64 array in the library and on the device of `like`, without range checks.
 
     For JAX, which may have no int64, the result is a NumPy array.
@@ -103,7 +99,7 @@ def _index_array(indices: Indices, count: int, like: Any) -> Any:
     return xp.where(listed < 0, listed + count, listed)
 
 
-def parse_indices(what: str, indices: Any) -> Indices:
+def parse_indices(what: str, indices: Any) -> AxisIndices:
     if isinstance(indices, slice):
         ends = [specialize(end) for end in (indices.start, indices.stop, indices.step)]
         if ends[2] != 0 and all(end is None or hasattr(end, "__index__") for end in ends):
@@ -119,7 +115,7 @@ def parse_indices(what: str, indices: Any) -> Indices:
     return tuple([int(x) if isinstance(x, np.integer) else x for x in listed])
 
 
-def format_indices(indices: Indices) -> str:
+def format_indices(indices: AxisIndices) -> str:
     if isinstance(indices, slice):
         ends = ["" if end is None else str(end) for end in (indices.start, indices.stop)]
         return f"{ends[0]}:{ends[1]}" + ("" if indices.step is None else f":{indices.step}")

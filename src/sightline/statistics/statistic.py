@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, Self
 
 import numpy as np
 
+from ..arrays.caching import cached_property
 from ..arrays.operations import accumulator, convert, dtype_name, namespace
-from ..caching import cached_property
 from ..errors import FormulaError, ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from .contexts import BackwardContext, ForwardContext, KeyPart, Outer, StatisticGradients, Tile, literal_text
-from .head_factors import Factors, check_factors, format_factors, multiply_heads, parse_factors
+from .head_factors import HeadFactors, check_factors, format_factors, multiply_heads, parse_factors
 from .restriction import (
-    Indices,
+    AxisIndices,
     contiguous_span,
     format_indices,
+    index_array,
     parse_indices,
     resolve_heads,
     resolve_indices,
@@ -53,20 +54,15 @@ class Statistic:
     k: int = 0  # the number of largest weights that are listed for each query; 0 if none are listed
     finds: bool = False  # True if the last array has positions, −1 for none
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
-    reads_tiles: bool = True  # False if the statistic follows from lse alone
-    is_linear: bool = False  # True if it sums entries of pairs, so that a mean over heads or batch may average these
     has_own_problem: bool = False  # True if a separate call of attention computes it, on `make_own_problem`
     fused_role: ClassVar[str | None] = None  # what a forward kernel computes for it; see `Reduction.fused_role`
     is_differentiable: bool = True
     backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass
     backward_computes: bool = False  # True if `backward` calls `BackwardContext.compute` whatever arrays are saved
-    is_mean: bool = False  # True for a `Mean`, whose fields are the next four
+    is_mean: bool = False  # True for a `Mean`, whose fields are the next three
     over_heads: bool = False
     over_batch: bool = False
-    factors: Factors = None
-    sums_batch: bool = False
-    over_layers: bool = False  # True if the results of a watch's calls are added
-    layer_factors: tuple[Any, ...] = ()  # the factors of each layer of a watch; () if all layers have the same
+    factors: HeadFactors = None
 
     def rows(self, indices: Any) -> Statistic:
         """Return the statistic restricted to these queries. Only these queries are computed.
@@ -134,7 +130,10 @@ class Statistic:
     # -- sizes --------------------------------------------------------------------------------------------------------
     @cached_property
     def num_arrays(self) -> int:
-        """The number of arrays that the statistic adds to the output and the lse of a call; 0 for the lse itself."""
+        """The number of arrays that the statistic adds to the output and the lse of a call; 0 for the lse itself.
+
+        The lse follows from the forward pass. Other statistics read tiles of weights.
+        """
         return len(self.fill_values)
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
@@ -157,6 +156,10 @@ class Statistic:
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         """Raise if the statistic does not fit the problem. The check reads shapes and dtypes, not entries of arrays."""
 
+    def select_sizes(self, problem: Problem, outer: Outer, n: int) -> tuple[Outer, int]:
+        """Return (outer, n) of the queries and heads of which the statistic is computed: by default all."""
+        return outer, n
+
     # -- computation --------------------------------------------------------------------------------------------------
     def start(self, context: ForwardContext) -> list[Any]:
         """Return the arrays before the first tile."""
@@ -165,12 +168,22 @@ class Statistic:
         return [context.full(*array) for array in zip(self.fill_values, shapes, self.dtypes(problem), strict=True)]
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        """Add a tile to the arrays, in place. A linear statistic adds `context.average` of its entries."""
+        """Add a tile to the arrays, in place. A matrix has `context.average` of the tile's entries."""
         raise NotImplementedError(type(self).__name__)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         """Return the final arrays; called after the last tile."""
         return arrays
+
+    @property
+    def computed(self) -> Statistic:
+        """The statistic that kernels compute; `average_results` makes the result of this one from its result."""
+        return self
+
+    @property
+    def unaveraged(self) -> Statistic:
+        """The statistic that a `Mean` averages; any other statistic itself."""
+        return self
 
     @property
     def is_mergeable(self) -> bool:
@@ -184,13 +197,20 @@ class Statistic:
         """
         raise NotImplementedError(type(self).__name__)
 
-    def average(self, array: Any, batch_ndim: int) -> Any:
-        """Return the mean or sum of an array (*batch_shape, H, ...) over the axes that the statistic averages over."""
-        return array
-
     def summed_axes(self, problem: Problem) -> tuple[int, int]:
         """Return (number of batches, number of heads) that are added for each entry of the result."""
         return (problem.B if self.over_batch else 1), (problem.H if self.over_heads else 1)
+
+    def average(self, array: Any, batch_ndim: int, has_heads: bool = True, first: int = 0) -> Any:
+        """Return the mean of an array (..., *batch_shape, H, ...), whose batch axes begin with the axis `first`.
+
+        Unless `has_heads`, the array has no axis H. The array of a statistic that is no mean is returned unchanged.
+        """
+        return array
+
+    def spread(self, gradient: Any, shape: tuple[int, ...], batch_ndim: int, has_heads: bool, first: int = 0) -> Any:
+        """Return the gradient of an array of this shape from the gradient of `average(array, ...)`."""
+        return gradient
 
     def make_own_problem(self, problem: Problem) -> Problem:
         """Return a problem with this statistic alone; `extract_result` reads the result of that problem."""
@@ -207,24 +227,6 @@ class Statistic:
     def backward(self, context: BackwardContext) -> StatisticGradients:
         """Return the terms that the statistic's gradient adds to the gradients of weights, scores and lse."""
         return StatisticGradients()
-
-    # -- layers of a watch --------------------------------------------------------------------------------------------
-    def at_layer(self, layer: int) -> Statistic:
-        """Return the statistic that a watch requests of the layer with this number."""
-        return self
-
-    def check_layers(self, count: int, is_end: bool = False) -> None:
-        """Raise ParameterError if the statistic has one row of weights for each layer, and fewer rows than `count`.
-
-        If `is_end`, a watch of `count` layers has ended, and more rows than `count` are an error, too.
-        """
-        rows = len(self.layer_factors)
-        if rows and (rows < count or (is_end and rows != count)):
-            raise ParameterError(
-                f"weights of {rows} layers, in a watch of {'' if is_end else 'at least '}{count} layers",
-                "a row of weights for each layer",
-                "a row for each watched layer; layers=... of the watch selects layers",
-            )
 
     # -- parameters ---------------------------------------------------------------------------------------------------
     def map_formulas(self, change: Callable[[Any], Any]) -> Self:
@@ -274,31 +276,24 @@ class Derived(Statistic):
 
     of: Statistic
 
-    axes, is_differentiable, layer_factors = map(_read_of, ("axes", "is_differentiable", "layer_factors"))
-
-    def dtypes(self, problem: Problem) -> tuple[str, ...]:
-        return self.of.dtypes(problem)
-
-    def build_result(self, arrays: Sequence[Any]) -> Any:
-        return self.of.build_result(arrays)
+    axes, is_differentiable, dtypes, build_result, select_sizes = map(
+        _read_of, ("axes", "is_differentiable", "dtypes", "build_result", "select_sizes")
+    )
 
     def map_formulas(self, change: Callable[[Any], Any]) -> Self:
         return replace(self, of=self.of.map_formulas(change))
-
-    def at_layer(self, layer: int) -> Statistic:
-        return replace(self, of=self.of.at_layer(layer))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Selection(Derived):
     """A statistic of some queries and heads. It is computed from a problem that has only these queries and heads."""
 
-    queries: Indices | None = None
-    query_heads: Indices | None = None
+    queries: AxisIndices | None = None
+    query_heads: AxisIndices | None = None
 
     name = "selection"
     has_own_problem = True
-    finds, fill_values = map(_read_of, ("finds", "fill_values"))
+    finds, fill_values, head_axis = map(_read_of, ("finds", "fill_values", "head_axis"))
 
     def __repr__(self) -> str:
         shown = [
@@ -308,7 +303,7 @@ class Selection(Derived):
         ]
         return f"{self.of!r}{''.join(shown)}"
 
-    def _restricted_sizes(self, problem: Problem, outer: Outer, n: int) -> tuple[Outer, int]:
+    def select_sizes(self, problem: Problem, outer: Outer, n: int) -> tuple[Outer, int]:
         if self.query_heads is not None:
             outer = (*outer[:-1], len(resolve_indices("heads", self.query_heads, problem.H)))
         if self.queries is not None:
@@ -317,26 +312,29 @@ class Selection(Derived):
         return outer, n
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        return self.of.shapes(problem, *self._restricted_sizes(problem, outer, n))
-
-    def head_axis(self, batch_ndim: int) -> int | None:
-        return self.of.head_axis(batch_ndim)
+        return self.of.shapes(problem, *self.select_sizes(problem, outer, n))
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         if problem.heads_squeezed and self.query_heads is not None:
             raise ParameterError(f"{self!r} of arrays without heads", "arrays (..., H, n, d)", "omit .heads(...)")
-        self.of.check(problem, *self._restricted_sizes(problem, outer, n))
+        self.of.check(problem, *self.select_sizes(problem, outer, n))
 
     def make_own_problem(self, problem: Problem) -> Problem:
         return restrict(self.of.make_own_problem(problem), self.queries, self.query_heads)
 
     def extract_result(self, result: Result, problem: Problem) -> Any:
-        return self.of.extract_result(result, problem)
+        found = self.of.extract_result(result, problem)
+        if self.queries is None or not (self.finds and self.axes == "i"):
+            return found
+        return found.at_positions(index_array(self.queries, problem.n, problem.query))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mean(Derived):
-    """A statistic averaged over the heads, the batch or both. If `of` is linear, it receives averaged tiles.
+    """A statistic averaged over the heads, the batch or both.
+
+    If `of` has an entry for each pair, kernels average these entries, so that the matrices of all heads are not stored.
+    For any other statistic kernels compute `of`, and `average_results` takes the mean of its array.
 
     `factors` are the numbers by which the heads are multiplied before they are added: one for each head, one row of
     numbers for each layer of a watch, or 1.0 for all. None stands for 1/H. `sums_batch` asks for the sum over the
@@ -345,12 +343,11 @@ class Mean(Derived):
 
     over_heads: bool = False
     over_batch: bool = False
-    factors: Factors = None
+    factors: HeadFactors = None
     sums_batch: bool = False
 
     name = "mean"
     is_mean = True
-    reads_tiles, has_own_problem = map(_read_of, ("reads_tiles", "has_own_problem"))
 
     def __repr__(self) -> str:
         sums = "b" * (self.over_batch and self.sums_batch) + "h" * (self.over_heads and self.factors == 1.0)
@@ -370,72 +367,63 @@ class Mean(Derived):
     def head_axis(self, batch_ndim: int) -> int | None:
         return None if self.over_heads else 0 if self.over_batch else batch_ndim
 
+    unaveraged = property(lambda self: self.of)
+
+    @property
+    def computed(self) -> Statistic:
+        return self.of if self.axes else self
+
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        self.of.check(problem, outer if self.has_own_problem else self.remaining_outer(outer), n)
-        check_factors(self.factors, outer[-1])
+        self.of.check(problem, outer if self.axes else self.remaining_outer(outer), n)
+        check_factors(self.factors, self.select_sizes(problem, outer, n)[0][-1])
 
     def _average_entries(self, context: ForwardContext) -> ForwardContext:
-        """Return the context in which `of` is computed. If `of` is linear, its entries are averaged."""
-        if not self.of.is_linear:
-            return context
+        """Return the context in which `of` is computed from averaged entries."""
         average = partial(self.average, batch_ndim=len(context.problem.batch_shape))
         return replace(context, outer=self.remaining_outer(context.outer), average=average)
 
     def start(self, context: ForwardContext) -> list[Any]:
-        arrays = self.of.start(self._average_entries(context))
-        if self.of.is_linear and 0 in context.outer:  # the mean over no heads is 0
-            arrays = [namespace(array).zeros_like(array) for array in arrays]
-        return arrays
+        (array,), axes = self.of.start(self._average_entries(context)), len(context.problem.batch_shape)
+        entries = context.full(self.of.fill_values[0], context.outer, self.dtypes(context.problem)[0])
+        return [namespace(array).zeros_like(array) + self.average(entries, axes)[..., None, None]]
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         self.of.add(arrays, tile, self._average_entries(context))
 
-    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        finished = self.of.finish(arrays, context)
-        if self.of.is_linear:
-            return finished
-        return [self.average(array, len(context.problem.batch_shape)) for array in finished]
-
-    def average(self, array: Any, batch_ndim: int) -> Any:
-        averaged = self.averaged_axes(batch_ndim)
-        axes = (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads
-        array = multiply_heads(array, batch_ndim, self.factors)
+    def average(self, array: Any, batch_ndim: int, has_heads: bool = True, first: int = 0) -> Any:
+        axes, count = self._reduced_axes(array.shape, batch_ndim, has_heads, first)
+        array = multiply_heads(array, first + batch_ndim, self.factors)
         total = namespace(array).sum(array, axis=axes, dtype=array.dtype) if axes else array
-        return total / max(math.prod([array.shape[axis] for axis in averaged]), 1) if averaged else total
+        return total / max(count, 1) if count is not None else total
 
-    def averaged_axes(self, batch_ndim: int) -> tuple[int, ...]:
-        """Return the axes of (*batch_shape, H) that are averaged over. A sum over heads or batch is not an average."""
-        over_batch, over_heads = self.over_batch and not self.sums_batch, self.over_heads and self.factors is None
-        return (*range(batch_ndim),) * over_batch + (batch_ndim,) * over_heads
+    def spread(self, gradient: Any, shape: tuple[int, ...], batch_ndim: int, has_heads: bool, first: int = 0) -> Any:
+        xp, (axes, count) = namespace(gradient), self._reduced_axes(shape, batch_ndim, has_heads, first)
+        kept = [1 if axis in axes else length for axis, length in enumerate(shape)]
+        share = xp.broadcast_to(xp.reshape(gradient / max(count or 1, 1), kept), shape)
+        return multiply_heads(share, first + batch_ndim, self.factors)
+
+    def _reduced_axes(
+        self, shape: tuple[int, ...], batch_ndim: int, has_heads: bool, first: int
+    ) -> tuple[tuple[int, ...], Any]:
+        """Return the axes that are summed over, and the number by which the sum is divided; None for a sum."""
+        head_axis = first + batch_ndim
+        batch, heads = (*range(first, head_axis),) * self.over_batch, (head_axis,) * (self.over_heads and has_heads)
+        averaged = batch * (not self.sums_batch) + heads * (self.factors is None)
+        return batch + heads, math.prod([shape[axis] for axis in averaged]) if averaged else None
+
+    def divisor(self, problem: Problem) -> int:
+        """Return the divisor of the sum over heads and batch; the `factors` of heads contain theirs."""
+        batches, heads = self.summed_axes(problem)
+        return max((1 if self.sums_batch else batches) * (heads if self.factors is None else 1), 1)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        problem = context.problem
-        count = 1 if self.sums_batch or not self.over_batch else problem.B
-        count *= problem.H if self.over_heads and self.factors is None else 1
+        gradient = context.gradient / self.divisor(context.problem)
         remaining_axes = "b" * (not self.over_batch) + "h" * (not self.over_heads)
-        gradients = self.of.backward(
-            replace(context, gradient=context.gradient / max(count, 1), remaining_axes=remaining_axes, arrays=())
-        )
+        gradients = self.of.backward(replace(context, gradient=gradient, remaining_axes=remaining_axes, arrays=()))
         if not isinstance(self.factors, tuple):
             return gradients
         factors = context.xp.astype(convert(np.asarray(self.factors), context.lse), context.lse.dtype)
         return gradients.multiply(Table(factors)[SYMBOLS["h"]], factors[:, None])
-
-    def make_own_problem(self, problem: Problem) -> Problem:
-        return self.of.make_own_problem(problem) if self.has_own_problem else super().make_own_problem(problem)
-
-    def extract_result(self, result: Result, problem: Problem) -> Any:
-        if not self.has_own_problem:
-            return super().extract_result(result, problem)
-        return self.average(self.of.extract_result(result, problem), len(problem.batch_shape))
-
-    @property
-    def layer_factors(self) -> tuple[Any, ...]:  # type: ignore[override]
-        rows = self.factors if isinstance(self.factors, tuple) else ()
-        return rows if rows and isinstance(rows[0], tuple) else ()
-
-    def at_layer(self, layer: int) -> Statistic:
-        return replace(self, factors=self.layer_factors[layer]) if self.layer_factors else self
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
         flags = repr(self.over_heads), repr(self.over_batch), literal_text(self.factors), repr(self.sums_batch)
@@ -453,13 +441,9 @@ class OverLayers(Derived):
 
     name = "over_layers"
     has_own_problem = True
-    over_layers = True
 
     def __repr__(self) -> str:
         return f'{self.of!r}.{self.how}("layers")'
-
-    def at_layer(self, layer: int) -> Statistic:
-        return self.of.at_layer(layer)
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         raise ParameterError(
@@ -471,7 +455,8 @@ class OverLayers(Derived):
 
 def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Statistic:
     """Return the statistic restricted to these queries or heads, and to those that were selected earlier."""
-    if isinstance(of, OverLayers):
+    if isinstance(of, OverLayers) or of.computed is not of:
+        assert isinstance(of, Derived)
         return replace(of, of=_select(of.of, rows, heads))
     queries = None if rows is None else parse_indices("rows", rows)
     query_heads = None if heads is None else parse_indices("heads", heads)
@@ -487,12 +472,15 @@ def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Statistic:
 
 
 def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
-    """Return the sum or mean of a statistic over an axis. Sums over layers come last, and selections before them."""
+    """Return the sum or mean of a statistic over an axis.
+
+    Sums over layers come last. Means come after selections, except those that kernels compute; see `Mean`.
+    """
     if axis not in ("heads", "batch", "layers"):
         raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', f'weights().{how}("heads")')
     if isinstance(of, OverLayers) and axis == "layers":
         raise ParameterError(f'a sum or mean over "layers" of {of!r}', "one sum or mean over layers", "leave one out")
-    if isinstance(of, OverLayers) or (isinstance(of, Selection) and axis != "layers"):
+    if isinstance(of, OverLayers) or (isinstance(of, Selection) and axis != "layers" and not of.axes):
         return replace(of, of=_reduce(of.of, how, axis, weights))
     if of.finds:
         raise ParameterError(
@@ -515,24 +503,23 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
     return replace(mean, over_heads=True, factors=factors)
 
 
-def spread_mean(statistic: Statistic, gradient: Any, shape: tuple[int, ...], batch_ndim: int) -> Any:
-    """Return the gradient of a NumPy array (*batch_shape, H, ...) of this shape from the gradient of its mean or sum.
+def average_results(see: Sequence[Statistic], seen: Sequence[Any], batch_ndim: int, has_heads: bool) -> tuple[Any, ...]:
+    """Return the results of the statistics from those of `Statistic.computed`.
 
-    The statistic is a `Mean`, or a selection of a `Mean`. For any other statistic the gradient is returned unchanged.
+    The arrays are (*batch_shape, H, ...), or (*batch_shape, ...) unless `has_heads`.
     """
-    of = statistic.of if isinstance(statistic, Selection) else statistic
-    if not isinstance(of, Mean):
-        return gradient
-    axes = (*range(batch_ndim),) * of.over_batch + (batch_ndim,) * of.over_heads
-    count = math.prod([shape[axis] for axis in of.averaged_axes(batch_ndim)])
-    return multiply_heads(
-        np.broadcast_to(np.expand_dims(gradient, axes), shape) / max(count, 1), batch_ndim, of.factors
-    )
+    pairs = zip(see, seen, strict=True)
+    return tuple([x if one.computed is one else one.average(x, batch_ndim, has_heads) for one, x in pairs])
 
 
-def unwrap_mean(statistic: Statistic) -> Statistic:
-    """Return the statistic that a `Mean` averages; any other statistic unchanged."""
-    return statistic.of if isinstance(statistic, Mean) else statistic
+def spread_gradients(
+    see: Sequence[Statistic], gradients: Sequence[Any], seen: Sequence[Any], batch_ndim: int, has_heads: bool
+) -> list[Any]:
+    """Return the gradients of `seen` from those of `average_results(see, seen, batch_ndim, has_heads)`; None is 0."""
+    return [
+        d if d is None or one.computed is one else one.spread(d, x.shape, batch_ndim, has_heads)
+        for one, d, x in zip(see, gradients, seen, strict=True)
+    ]
 
 
 def solve_selections_separately(problem: Problem, run: Callable[[Problem], Result]) -> Result:
@@ -542,19 +529,15 @@ def solve_selections_separately(problem: Problem, run: Callable[[Problem], Resul
         return run(problem)
     result = run(replace(problem, see=tuple(together)))
     rest = iter(result.seen)
-    seen = []
-    for statistic in problem.see:
-        if statistic.has_own_problem:
-            seen.append(statistic.extract_result(run(statistic.make_own_problem(problem)), problem))
-        else:
-            seen.append(next(rest))
+    seen = [
+        one.extract_result(run(one.make_own_problem(problem)), problem) if one.has_own_problem else next(rest)
+        for one in problem.see
+    ]
     return replace(result, seen=tuple(seen))
 
 
 def places_in(problem: Problem, statistic: Statistic) -> tuple[list[int], list[int], list[int]]:
     """Return the indices in `problem` of the queries, query heads and key heads of the statistic's own problem."""
     queries, heads = (statistic.queries, statistic.query_heads) if isinstance(statistic, Selection) else (None, None)
-    rows = resolve_indices("rows", slice(None) if queries is None else queries, problem.n)
-    if heads is None:
-        return rows, [*range(problem.H)], [*range(problem.G)]
-    return rows, *resolve_heads(problem, heads)
+    rows, heads = (slice(None) if indices is None else indices for indices in (queries, heads))
+    return resolve_indices("rows", rows, problem.n), *resolve_heads(problem, heads)

@@ -83,9 +83,9 @@ def is_entropy(pair_formula: Expression) -> bool:
 
 
 def degree_in(formula: Expression, variable: Expression) -> float | None:
-    """Return d if the form of the formula shows that f(c x) = c^d f(x) for the variable x and every c > 0, else None.
+    """Return d if the form of the formula shows that x · df/dx = d · f for the variable x, else None.
 
-    Then x · df/dx = d · f, which is Euler's theorem on homogeneous functions.
+    By Euler's theorem, f(c x) = c^d f(x) for c > 0 in each interval of x in which all conditions keep their value.
     """
 
     def visit(node: Expression, inner: list[float | None]) -> float | None:

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from ..api.kernels import differentiate, make_plan
-from ..arrays.operations import checksum, to_numpy
-from ..caching import cached_property
+from ..arrays.caching import cached_property
+from ..arrays.operations import checksum, is_traced, to_numpy
 from ..call.backward_calls import BackwardInputs, BackwardPasses, read_inputs
 from ..call.call_cache import Entry, EntryResult, Operands
-from ..call.kernel import GivenGradients, Gradients, Plan, Result
+from ..call.kernel import GivenGradients, Plan, Result
 from ..call.problem import NUM_OPERANDS, Problem, make_problem
 from ..call.request import Request
 from ..call.spec import flatten_result, split_arrays, unflatten_gradients
 from ..errors import ChangedArrayError
-from ..statistics import Statistic, unwrap_mean
 from ..statistics.dispatch import formulas_of
 from . import operator
-from .derivatives import Derivative, apply
+from .derivatives import Derivative, apply_derivative
 from .interception import is_intercepted, is_transformed, refuse_old_vmap
 from .operator import build_result, make_seed, to_arguments
 
@@ -55,12 +54,12 @@ class _Attention(torch.autograd.Function):
             *saved, seed = saved
             call = replace(call, seed=int(seed) % 2**64)
         count: int = ctx.num_inputs
-        has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        has_graph = torch.is_grad_enabled() or is_traced(saved[0])
         d_output = gradients[0]
         if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
             gradients = (d_output.contiguous(), *gradients[1:])  # that of a sum, for example, has stride 0
         inputs, given = saved[:count], call.read_gradients(gradients, saved[count:])
-        d_inputs = None if has_graph else call.passes.repeat_call(call, inputs, given)
+        d_inputs = None if has_graph else call.passes.repeat(call.read_inputs(inputs, given))
         if d_inputs is None:
             refuse_old_vmap(gradients)
             known = [gradient for gradient in gradients if gradient is not None]
@@ -82,12 +81,12 @@ connect: Any = super(torch.autograd.Function, _Attention).apply
 def _differentiate(call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> list[Tensor]:
     """Return the gradients of the inputs by the backward pass of the plan's kernel, or else by that of `streaming`."""
     passes, problem = call.passes, call.make_problem(inputs)
-    plan = call.plan or make_plan(problem, passes.kernel)
+    plan = call.plan or make_plan(problem)
     with operator.autocast_disabled(problem.query):
         given_tensors = given._replace(saved=_to_tensors(*given.saved))
-        found = differentiate(problem, plan, given_tensors, passes.threads)
-    if found.bound_call is not None or found.recorded_call is not None:
-        passes.keep_call(found, call, inputs, given)
+        found = differentiate(problem, plan, given_tensors)
+    if found.repeatable is not None and not isinstance(call.source, Problem):
+        passes.keep(found, call.read_inputs(inputs, given), call.formulas)
     return found.flatten(passes.slots, passes.wants_sinks)
 
 
@@ -100,15 +99,15 @@ def _differentiate_by_operator(
     """
     passes, problem = call.passes, call.make_problem(inputs)
     seed = make_seed(problem.seed) if problem.dropout else None
-    call_arrays, spec = to_arguments(problem, seed, passes.kernel, passes.threads)
+    call_arrays, spec = to_arguments(problem, seed)
     place = {slot: table for table, slot in spec.table_slots(problem).items()}
     wanted = [place[index] for index in passes.slots]
     known = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
     results = _to_tensors(*saved)
     if is_transformed():
         derivative = Derivative.of(call_arrays, spec).above([*known], wanted)
-        return apply(derivative, *known.values(), *results, *call_arrays.flatten())
-    d_inputs: list[Tensor] = operator.attention_backward(
+        return apply_derivative(derivative, *known.values(), *results, *call_arrays.flatten())
+    d_inputs: list[Tensor] = operator.attention_backward_op(
         [*known.values()], [*known], wanted, *results, *call_arrays, *spec
     )
     return d_inputs
@@ -137,11 +136,9 @@ def table_versions(tables: Sequence[Any]) -> list[Any]:
 def check_versions(versions: Sequence[Any], tables: Sequence[Any]) -> None:
     """Raise ChangedArrayError unless `table_versions(tables)` still are `versions`."""
     if versions != table_versions(tables):
-        raise ChangedArrayError(
-            "a mask, a bias or a table of a formula was changed in place between forward and backward pass",
-            "tables with the entries of the forward pass",
-            "clone the array before the forward pass, or change it after the backward pass",
-        )
+        given = "a mask, a bias or a table of a formula was changed in place between forward and backward pass"
+        cure = "clone the array before the forward pass, or change it after the backward pass"
+        raise ChangedArrayError(given, "tables with the entries of the forward pass", cure)
 
 
 def _version(table: Any) -> Any:
@@ -169,8 +166,6 @@ def needs_gradients(problem: Problem) -> bool:
 class GraphCall:
     """The data of a call that its backward pass needs, besides the tensors that torch saves.
 
-    Parameters
-    ----------
     passes : what this call shares with calls that differ only in arrays and numbers
     source : the request of a call that the call cache ran; for another call the problem, without what torch saves
     seed : the seed of dropout; None without dropout
@@ -195,8 +190,9 @@ class GraphCall:
             problem = replace(self.source, query=query, key=key, value=value, sinks=sinks, seed=seed)
         else:
             mask, score = self.formulas
-            formulas = {"mask": mask, "score": score, "see": self.statistics}
-            options = {name: getattr(shared.problem, name) for name in ("scale", "dropout", "row_formats")}
+            formulas = {"mask": mask, "score": score, "see": self.source.see}
+            names = "scale", "dropout", "row_formats", "kernel", "threads"
+            options = {name: getattr(shared.problem, name) for name in names}
             problem = make_problem(query, key, value, sinks=sinks, seed=self.seed, **formulas, **options)
         tables, saved = [table.array for table in problem.tables], dict(zip(shared.slots, rest, strict=False))
         if all(tables[slot] is tensor for slot, tensor in saved.items()):
@@ -213,17 +209,11 @@ class GraphCall:
         source = self.source
         return [*tables_of(source), source.sinks] if isinstance(source, Problem) else source.arrays
 
-    @property
-    def statistics(self) -> Sequence[Statistic]:
-        """The statistics whose arrays are results. In cached calls, a mean is replaced by the statistic it averages."""
-        see = self.source.see
-        return see if isinstance(self.source, Problem) else [unwrap_mean(statistic) for statistic in see]
-
     def results_to_save(self, results: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         """Return the results, with None in place of arrays of statistics that the backward pass does not read."""
         if len(results) <= 2:
             return results
-        arrays = zip(self.statistics, split_arrays(self.statistics, results), strict=True)
+        arrays = zip(self.source.see, split_arrays(self.source.see, results), strict=True)
         return *results[:2], *[array if one.backward_reads_arrays else None for one, own in arrays for array in own]
 
     def read_gradients(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> GivenGradients:
@@ -232,29 +222,39 @@ class GraphCall:
         slots = self.passes.slots
         if len(gradients) == 1 or not any(gradient is not None for gradient in gradients[1:]):
             return GivenGradients(gradients[0], None, results[:2], slots)
-        return unflatten_gradients(self.statistics, dict(enumerate(gradients)), results, slots)
+        return unflatten_gradients(self.source.see, dict(enumerate(gradients)), results, slots)
+
+    def read_inputs(self, inputs: Sequence[Tensor], given: GivenGradients) -> BackwardInputs | None:
+        """Return what an entry of the backward pass reads. Saved tensors replace the learned tables.
+
+        The result is None if no entry can serve the pass: those of a GPU have no gradients of lse and statistics.
+        """
+        passes, is_served = self.passes, inputs[0].is_cpu or (given.d_lse is None and not given.d_seen)
+        if isinstance(self.source, Problem) or self.is_lse_imprecise or not is_served:
+            return None
+        rest = self.sinks(inputs), self.seed or 0
+        found = read_inputs(self.source, passes.problem, given, inputs[:NUM_OPERANDS], *rest)
+        if found is not None and passes.places:
+            tables = list(found.tables)
+            for place, tensor in zip(passes.places, inputs[NUM_OPERANDS:], strict=False):
+                tables[place] = tensor
+            found = found._replace(tables=tuple(tables))
+        return found
 
     def sinks(self, inputs: Sequence[Tensor]) -> Any:
         """Return the sinks: the saved tensor if they are learned, else the array of the call."""
         return inputs[-1] if self.passes.wants_sinks else self.source.sinks
 
 
-@dataclass
 class GraphPasses(BackwardPasses):
-    """The backward passes of calls in torch's graph, and the hook that joins a cached call's results to the graph.
-
-    `kernel` and `threads` are as in `attention`.
-    """
-
-    kernel: str | None = None
-    threads: int | None = None
+    """The backward passes of calls in torch's graph, and the hook that joins a cached call's results to the graph."""
 
     @classmethod
-    def of_call(cls, problem: Problem, formulas: Sequence[Any], kernel: str | None, threads: int | None) -> Self:
+    def of_call(cls, problem: Problem, formulas: Sequence[Any]) -> Self:
         """Return the passes of a call with gradients; its other parameters are those of `BackwardPasses.of`."""
         inputs, wanted = trainable_inputs(problem)
         has_learned_sinks = len(inputs) > NUM_OPERANDS + len(wanted)
-        return replace(cls.of(problem, formulas, wanted, has_learned_sinks), kernel=kernel, threads=threads)
+        return cls.of(problem, formulas, wanted, has_learned_sinks)
 
     def reads(self, request: Request, operands: Operands, problem: Problem) -> bool:
         """True if the problem's inputs are the caller's tensors, so that a repeated call has the same graph."""
@@ -282,42 +282,14 @@ class GraphPasses(BackwardPasses):
         results = connect(GraphCall(self, request, seed, own_lse, result.is_lse_imprecise), results, *inputs)
         if axis is not None:
             results = tuple([x.squeeze(axis) for x in results])
-        output, *others = results
-        return output, entry.build_seen(output, others[0], others[1:], in_graph=True) if has_statistics else ()
-
-    def repeat_call(self, call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> Sequence[Tensor] | None:
-        """Return the gradients of the inputs by a kernel call that `keep_call` has kept; None if no such call fits."""
-        if isinstance(call.source, Problem) or call.is_lse_imprecise:
-            return None
-        return self.repeat(self._read_inputs(call, call.source, inputs, given))
-
-    def keep_call(self, found: Gradients, call: GraphCall, inputs: Sequence[Tensor], given: GivenGradients) -> None:
-        """Keep the kernel call that computed `found` for later backward passes with the same layouts."""
-        if not isinstance(call.source, Problem):
-            self.keep(found, self._read_inputs(call, call.source, inputs, given), call.formulas)
-
-    def _read_inputs(
-        self, call: GraphCall, request: Request, inputs: Sequence[Tensor], given: GivenGradients
-    ) -> BackwardInputs | None:
-        """Return the inputs to repeat a backward call. Saved tensors replace the learned tables.
-
-        The result is None if no kept call can serve. For example, hooks may have changed layouts of saved tensors.
-        """
-        rest = call.sinks(inputs), call.seed or 0, self.threads
-        found = read_inputs(request, self.problem, given, inputs[:NUM_OPERANDS], *rest)
-        if found is not None and self.places:
-            tables = list(found.tables)
-            for place, tensor in zip(self.places, inputs[NUM_OPERANDS:], strict=False):
-                tables[place] = tensor
-            found = found._replace(tables=tuple(tables))
-        return found
+        return results[0], entry.build_seen(results, Tensor.detach) if has_statistics else ()
 
 
-def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:
+def attach_to_graph(problem: Problem, plan: Plan, result: Result) -> Result:
     """Return the result with its arrays in torch's graph. If no input needs a gradient, return it unchanged."""
     if not needs_gradients(problem):
         return result
-    passes = GraphPasses.of_call(problem, (), kernel, threads)
+    passes = GraphPasses.of_call(problem, ())
     sinks = () if passes.wants_sinks else problem.sinks
     constants = replace(problem, query=None, key=None, value=None, sinks=sinks)  # it keeps no saved tensor alive
     results, own_lse = tuple(flatten_result(problem.see, result)), None

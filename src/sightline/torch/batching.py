@@ -23,12 +23,12 @@ from torch import Tensor
 from ..call.batching import join_spec
 from ..call.problem import NUM_OPERANDS
 from ..call.spec import CallSpec
-from ..statistics import Statistic, lse, multiply_heads, unwrap_mean
+from ..statistics import Statistic, lse
 
 if TYPE_CHECKING:
     from .derivatives import Derivative
 
-Type = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
+ShapeDtype = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
 LSE = lse()
 
 
@@ -41,8 +41,6 @@ def batch(
 ) -> list[Tensor]:
     """Return the outputs of all elements; their first axis is the mapped one.
 
-    Parameters
-    ----------
     apply : the function that computes a derivative of its tensors
     dims : the mapped axis of each tensor; None for a tensor that is the same in every element
     size : the number of elements
@@ -61,8 +59,6 @@ def batch(
 class _Kind:
     """The kind of a tensor of a derivative, which says what its axes are.
 
-    Parameters
-    ----------
     name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
     of : the statistic that the array belongs to; it says whether heads or batch are averaged
     """
@@ -81,8 +77,6 @@ class _Join:
     functions to its outputs. So a derivative of the joined call is the joined call of the derivative. The joined call
     computes statistics without means over the axes that it joins.
 
-    Attributes
-    ----------
     derivative, inputs : the joined call
     output_kinds : the kind of each output
     """
@@ -124,19 +118,11 @@ class _Join:
         if kind is SINKS:
             tensor = tensor[:, None].expand(self.size, self.num_batches, self.num_heads)
             return tensor.reshape(-1)
-        batch_shape, heads = self.batch_shape, self.num_heads
-        if kind.of.over_batch:
-            shape = self.size, *batch_shape, *tensor.shape[1:]
-            tensor = (tensor / self.batch_divisor(kind)).view(self.size, *[1] * len(batch_shape), *tensor.shape[1:])
-            tensor = tensor.expand(shape)
-        if not self.has_joined_heads:
-            return tensor
-        axis = 1 + len(batch_shape)
-        if kind.of.over_heads:
-            tensor = (tensor / max(heads, 1) if kind.of.factors is None else tensor).unsqueeze(axis)
-            tensor = tensor.expand(*tensor.shape[:axis], heads, *tensor.shape[axis + 1 :])
-            tensor = multiply_heads(tensor, axis, kind.of.factors)
-        return tensor.flatten(0, axis).unsqueeze(0)
+        heads = (self.num_heads,) * (kind.of.over_heads and self.has_joined_heads)
+        rest = tensor.shape[1 if kind.of.over_batch else 1 + len(self.batch_shape) :]
+        shape = self.size, *self.batch_shape, *heads, *rest
+        tensor = self.mean(kind).spread(tensor, shape, len(self.batch_shape), has_heads=True, first=1)
+        return tensor.flatten(0, 1 + len(self.batch_shape)).unsqueeze(0) if self.has_joined_heads else tensor
 
     def split(self, kind: _Kind, tensor: Tensor) -> Tensor:
         """Return an output of the joined call as an output of the elements."""
@@ -144,23 +130,20 @@ class _Join:
             return tensor
         if kind is SINKS:
             return tensor.view(self.size, self.num_batches, self.num_heads).sum(1)
-        axis = 1 + len(self.batch_shape)
         if self.has_joined_heads:
             heads = tensor.shape[1] // max(self.size * self.num_batches, 1)  # those of query or those of key
             tensor = tensor.reshape(self.size, *self.batch_shape, heads, *tensor.shape[2:])
-            if kind.of.over_heads:
-                tensor = multiply_heads(tensor, axis, kind.of.factors).sum(axis)
-                tensor = tensor / max(heads, 1) if kind.of.factors is None else tensor
-        if kind.of.over_batch and axis > 1:
-            tensor = tensor.sum(tuple(range(1, axis))) / self.batch_divisor(kind)
-        return tensor
+        averaged: Tensor = self.mean(kind).average(tensor, len(self.batch_shape), first=1)
+        return averaged
 
     @property
     def num_batches(self) -> int:
         return math.prod(self.batch_shape)
 
-    def batch_divisor(self, kind: _Kind) -> int:
-        return 1 if kind.of.sums_batch else max(self.num_batches, 1)
+    def mean(self, kind: _Kind) -> Any:
+        """Return the mean over the axes that are joined, or a statistic without a mean."""
+        of: Any = kind.of
+        return replace(of, over_heads=False, factors=1.0) if of.over_heads and not self.has_joined_heads else of
 
 
 def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
@@ -183,7 +166,7 @@ def _example(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @lru_cache(256)
 def _join_spec(
-    spec: CallSpec, types: tuple[Type, ...], is_mapped: tuple[bool, ...], size: int, has_joined_heads: bool
+    spec: CallSpec, types: tuple[ShapeDtype, ...], is_mapped: tuple[bool, ...], size: int, has_joined_heads: bool
 ) -> CallSpec:
     """Return the specification of the joined call. `types` are the types of one element's arrays."""
     old = spec.unflatten([_example(*each) for each in types])
@@ -192,11 +175,7 @@ def _join_spec(
 
     def change(statistic: Any) -> Any:
         """Return the statistic without the mean over the batch, and without the mean over heads if heads are joined."""
-        of = unwrap_mean(statistic)
-        over_heads = statistic.over_heads and not has_joined_heads
-        if not statistic.is_mean or (of.num_arrays and not over_heads):  # lse without a mean has no array of its own
-            return of
-        factors = statistic.factors if over_heads else None
-        return replace(statistic, over_batch=False, over_heads=over_heads, factors=factors)
+        is_over_heads = statistic.over_heads and not has_joined_heads
+        return replace(statistic, over_batch=False) if is_over_heads else statistic.unaveraged
 
     return join_spec(spec, old, new, is_mapped, has_joined_heads=has_joined_heads, change=change)

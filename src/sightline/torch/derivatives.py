@@ -37,8 +37,6 @@ from .operator import find_float_tables, read_arguments
 class Derivative:
     """A derivative of attention of some order, without its tensors.
 
-    Parameters
-    ----------
     spec : the call
     float_tables : the indices of the tables that may have gradients
     differentiable_places : the indices of the tensors with respect to which the next order differentiates
@@ -103,27 +101,22 @@ class Derivative:
     def compute(self, *tensors: Tensor) -> list[Tensor]:
         """Return the outputs. The result is not differentiable."""
         if any(x.is_nested for x in tensors):  # a transform hides this from `dispatch`
-            raise KernelRefusedError(
-                "nested tensors inside torch.func or a forward derivative",
-                "dense tensors",
-                "pass query.values(), key.values(), value.values() and mask=sightline.documents(lengths=...)",
-            )
+            cure = "pass query.values(), key.values(), value.values() and mask=sightline.documents(lengths=...)"
+            raise KernelRefusedError("nested tensors inside torch.func or a forward derivative", "dense tensors", cure)
         if self.order == 0:
-            results: list[Tensor] = operator.attention(*self.spec.unflatten(tensors), *self.spec)
+            results: list[Tensor] = operator.attention_op(*self.spec.unflatten(tensors), *self.spec)
             return results
         if self.order == 1:
             gradients, (output, lse, *rest) = list(tensors[: self.num_gradients]), tensors[self.num_gradients :]
             order = list(self.gradient_indices), list(self.learned_tables)
-            found: list[Tensor] = operator.attention_backward(
+            found: list[Tensor] = operator.attention_backward_op(
                 gradients, *order, output, lse, *self.spec.unflatten(rest), *self.spec
             )
             return found
         if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
-            raise KernelRefusedError(
-                "second or forward derivatives of attention in a traced program",
-                "first derivatives by the backward pass",
-                "torch.func.jvp, jacfwd, jacrev and hessian in eager mode, in place of linearize, make_fx or compile",
-            )
+            given = "second or forward derivatives of attention in a traced program"
+            cure = "torch.func.jvp, jacfwd, jacrev and hessian in eager mode, in place of linearize, make_fx or compile"
+            raise KernelRefusedError(given, "first derivatives by the backward pass", cure)
         # in inference mode torch records no graph; for tensors that were created in this mode, it never records one
         with torch.inference_mode(False), torch.enable_grad(), operator.autocast_disabled(tensors[0]):
             variables = [x.clone() if x.is_inference() else x for x in tensors]
@@ -169,7 +162,7 @@ class Derivative:
         else:
             above, own_tensors = self.above(), _fill_zeros(gradients, tensors, self.output_places)
         places = [place - above.num_own_tensors for place in above.output_places]
-        gradient_of = dict(zip(places, apply(above, *own_tensors, *tensors), strict=True))
+        gradient_of = dict(zip(places, apply_derivative(above, *own_tensors, *tensors), strict=True))
         return [gradient_of.get(place) for place in range(len(tensors))]
 
     def push_forward(
@@ -191,7 +184,7 @@ class Derivative:
         if self.order > 0 or self.differentiable_results(tensors) != [0, 1]:
             return self.push_by_operations(tensors, outputs, tangents, types)
         known = {place: x for place in self.differentiable_places if (x := tangents[place]) is not None}
-        return apply(ForwardDerivative(self, tuple(known)), *tensors, *outputs, *known.values())
+        return apply_derivative(ForwardDerivative(self, tuple(known)), *tensors, *outputs, *known.values())
 
     def push_by_operations(
         self,
@@ -214,13 +207,13 @@ class Derivative:
         inputs = [*zeros, *outputs, *tensors]
         directions = [tangents[place - above.num_own_tensors] for place in above.output_places]
         own_tensors = _fill_zeros(directions, inputs, above.output_places)
-        derivatives = apply(above.above(), *own_tensors, *inputs)
+        derivatives = apply_derivative(above.above(), *own_tensors, *inputs)
         tangent_of = dict(zip(results, derivatives, strict=False))
         return [tangent_of.get(k) for k in range(len(types))]
 
     def batch(self, tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> Sequence[Tensor]:
         """Return the outputs under torch.vmap of `size` elements, mapped over their first axis."""
-        return batching.batch(apply, self, tensors, dims, size)
+        return batching.batch(apply_derivative, self, tensors, dims, size)
 
 
 def _fill_zeros(given: Sequence[Tensor | None], tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
@@ -231,7 +224,7 @@ def _fill_zeros(given: Sequence[Tensor | None], tensors: Sequence[Tensor], place
 
 @dataclass(frozen=True)
 class ForwardDerivative:
-    """The tangents of output and lse by the generated kernel, which `apply` computes as it computes a `Derivative`.
+    """The tangents of output and lse, which the generated kernel computes; see `apply_derivative`.
 
     Its tensors are those of attention, output, lse, and the tangents of the tensors `places` of attention. Array
     operations differentiate it.
@@ -246,7 +239,7 @@ class ForwardDerivative:
         spec = self.derivative.spec
         call_tensors, (output, lse, *directions) = self._split(tensors)
         arguments = *spec.unflatten(call_tensors), *spec
-        found: list[Tensor] = operator.attention_tangent(directions, list(self.places), output, lse, *arguments)
+        found: list[Tensor] = operator.attention_tangent_op(directions, list(self.places), output, lse, *arguments)
         return found
 
     def differentiate(
@@ -343,7 +336,7 @@ class _Differentiable(torch.autograd.Function):
         return tuple(outputs), (0,) * len(outputs)
 
 
-def apply(derivative: Derivative | ForwardDerivative, *tensors: Tensor) -> tuple[Tensor, ...]:
+def apply_derivative(derivative: Derivative | ForwardDerivative, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the outputs of the derivative. torch records the call in its graph of gradients."""
     outputs: tuple[Tensor, ...] = _Differentiable.apply(derivative, *tensors)  # type: ignore[no-untyped-call]
     return outputs
@@ -399,6 +392,6 @@ def _differentiate_operator(ctx: Any, gradients: Sequence[Tensor | None]) -> tup
     return tuple([[next(rest) for _ in x] if isinstance(x, list) else next(rest) if x else None for x in ctx.marks])
 
 
-for _operator in (operator.attention, operator.attention_backward):
+for _operator in (operator.attention_op, operator.attention_backward_op):
     _operator.register_vmap(_map_operator)
     _operator.register_autograd(_differentiate_operator, setup_context=_save_tensors)

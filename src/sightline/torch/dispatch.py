@@ -9,11 +9,11 @@ import torch
 from torch import _C, Tensor
 from torch.nn import Parameter
 
-from ..api.kernels import KERNELS, make_plan, to_caller_layout
+from ..api.kernels import KERNELS, make_plan, to_caller
 from ..arrays.layouts import BOOLEANS, FRAMEWORKS, MAX_GPUS, Layout, Tensors, make_kind
-from ..arrays.operations import TORCH
+from ..arrays.operations import TORCH, is_traced
 from ..arrays.unreadable import check_class, check_memory, refuse_subclass
-from ..call import call_cache
+from ..call.call_cache import FirstCall, build_answer
 from ..call.kernel import Kernel, Result, choose
 from ..call.lookup import LOOKUP
 from ..call.options import Options
@@ -26,12 +26,12 @@ from ..formula.from_function import torch_mode
 from ..kv_cache import unpack_cache
 from ..statistics import Statistic, solve_selections_separately
 from ..statistics.dispatch import formulas_of
-from . import gpu_entries, onnx_export, operator
+from . import onnx_export, operator
 from .autograd import GraphPasses, attach_to_graph, needs_gradients
-from .derivatives import Derivative, apply
-from .fused import Fused
+from .derivatives import Derivative, apply_derivative
+from .fused import Fused, store_fused
 from .interception import INTERCEPTIONS, is_intercepted, is_transformed, refuse_functionalize, refuse_tangents
-from .nested import is_nested, pack, unpack
+from .nested import is_nested, pack_sequences, unpack_sequences
 from .operator import autocast_disabled, build_result, make_seed, to_arguments
 
 FUSED = Fused()
@@ -57,36 +57,30 @@ def run(
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_class(name, array)
     if is_nested(query, key, value):
-        return unpack(query, *run(*pack(query, key, value, options)))
+        return unpack_sequences(query, *run(*pack_sequences(query, key, value, options)))
     caller_inputs = query, key, value
     query, key, value = (apply_autocast(array) for array in (query, key, value))
-    mask, score = _build_formula(options.mask, "bhij"), _build_formula(options.score, "sbhij")
-    seed, kernel, scale = options.seed, options.kernel, options.scale
-    if isinstance(scale, Tensor) and is_transformed():
-        score, scale = fold_scale(score, scale)
-    see = [
-        statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
-        if isinstance(statistic, Statistic)
-        else statistic
-        for statistic in options.see or ()
-    ]
-    prepared_options = options.replace(mask=mask, score=score, see=see, scale=scale, seed=0 if seed is None else seed)
-    problem = parse(query, *unpack_cache(query, key, value, prepared_options))
+    is_compiled = is_traced(query)
+    prepared_options = _call_functions(options) if is_compiled else options
+    if isinstance(options.scale, Tensor) and is_transformed():
+        score, scale = fold_scale(options.score, options.scale)
+        prepared_options = prepared_options.replace(score=score, scale=scale)
+    prepared_options = prepared_options.replace(seed=0 if options.seed is None else options.seed)
+    problem = parse(query, *unpack_cache(query, key, value, prepared_options), warns=not is_compiled)
     if onnx_export.is_exporting():
-        return to_caller_layout(problem, onnx_export.attend(problem))
-    if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
+        return to_caller(problem, onnx_export.run_exported(problem), prepared_options.see)
+    if problem.kernel == FUSED.name or (problem.kernel is None and not is_transformed() and _prefers_fused(problem)):
         result = choose((FUSED,), problem, FUSED.name).kernel.run(problem)
         if request is not None:
-            gpu_entries.insert_fused(request, caller_inputs, problem)
-        return to_caller_layout(problem, result)
+            store_fused(request, caller_inputs, problem)
+        return to_caller(problem, result, prepared_options.see)
     is_plain = all(type(array) in (Tensor, Parameter) for _, array in _tensors(problem))
     if is_plain and not is_intercepted() and problem.device != "meta":  # no mode, no transform
         for name, array in _tensors(problem):
             check_memory(name, array)
         return _run_eager(validate(problem), caller_inputs, options, request)
-    return to_caller_layout(
-        problem, solve_selections_separately(problem, lambda subproblem: _run_operator(subproblem, options))
-    )
+    result = solve_selections_separately(problem, lambda subproblem: _run_operator(subproblem, options))
+    return to_caller(problem, result, prepared_options.see)
 
 
 def _tensors(problem: Problem) -> list[tuple[str, Tensor]]:
@@ -103,7 +97,7 @@ def _prefers_fused(problem: Problem) -> bool:
     """
     if next(FUSED.refuses(problem), None) is not None:
         return False
-    if torch.compiler.is_compiling():
+    if is_traced(problem.query):
         return FUSED.is_preferred(problem)
     return choose(kernels(), problem).kernel is FUSED
 
@@ -114,17 +108,16 @@ def _run_operator(problem: Problem, options: Options) -> Result:
     Raise KernelRefusedError for a quantised KVCache, and DtypeError for a tensor whose class cannot run the operator.
     """
     if problem.row_formats is not None:
-        raise KernelRefusedError(
-            "a quantised KVCache in a transform or a mode of torch", "eager calls", "leave the mode, or store floats"
-        )
+        given = "a quantised KVCache in a transform or a mode of torch"
+        raise KernelRefusedError(given, "eager calls", "leave the mode, or store floats")
     seed_tensor = make_seed(None if options.seed is None else problem.seed) if problem.dropout else None
-    arrays, spec = to_arguments(problem, seed_tensor, options.kernel, options.threads)
+    arrays, spec = to_arguments(problem, seed_tensor)
     if is_transformed():
         refuse_functionalize()
-        return build_result(problem.see, apply(Derivative.of(arrays, spec), *arrays.flatten()))
+        return build_result(problem.see, apply_derivative(Derivative.of(arrays, spec), *arrays.flatten()))
     refuse_tangents()
     try:
-        return build_result(problem.see, operator.attention(*arrays, *spec))
+        return build_result(problem.see, operator.attention_op(*arrays, *spec))
     except SightlineError:
         raise
     except Exception as error:  # classes of tensors raise errors of every kind
@@ -137,25 +130,22 @@ def _run_eager(
     problem: Problem, caller_inputs: tuple[Any, Any, Any], options: Options, request: Request | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (output, seen) without the operator. The call cache stores the call if `request` is not None."""
-    kernel, threads = options.kernel, options.threads
 
     def run_kernel(subproblem: Problem) -> Result:
         if subproblem.dropout and options.seed is None:
             subproblem = replace(subproblem, seed=int(make_seed(None)))
-        plan = make_plan(subproblem, kernel)
+        plan = make_plan(subproblem)
         with torch.no_grad(), autocast_disabled(subproblem.query):
-            result = plan.kernel.run(subproblem, threads)
-        return attach_to_graph(subproblem, plan, kernel, threads, result)
+            result = plan.kernel.run(subproblem)
+        return attach_to_graph(subproblem, plan, result)
 
     result = solve_selections_separately(problem, run_kernel)
     if request is not None:
         formulas = options.mask, options.score, *formulas_of(options.see or ())
-        is_launched = result.recorded_call is not None  # by Triton
-        kind, module = (gpu_entries.GpuPasses, gpu_entries) if is_launched else (GraphPasses, call_cache)
-        passes = kind.of_call(problem, formulas, kernel, threads) if needs_gradients(problem) else None
+        passes = GraphPasses.of_call(problem, formulas) if needs_gradients(problem) else None
         if passes is None or passes.reads(request, caller_inputs, problem):
-            module.insert(request, formulas, caller_inputs, problem, result, passes or call_cache.build_answer)
-    return to_caller_layout(problem, result)
+            FirstCall(request, formulas, caller_inputs, problem, result, passes or build_answer).store()
+    return to_caller(problem, result, options.see)
 
 
 def leave_autocast(query: Tensor, key: Any, value: Any) -> tuple[list[Any], Any] | None:
@@ -179,15 +169,23 @@ def apply_autocast(array: Any) -> Any:
     return array.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else array
 
 
-def _build_formula(formula: Any, symbols: str) -> Any:
-    """Return the formula of a mask or score function while torch.compile traces; else the argument unchanged.
+def _call_functions(options: Options) -> Options:
+    """Return the options with formulas in place of functions, as torch.compile traces it.
 
     torch.compile cannot trace `formula.from_function`, which converts such functions in eager calls.
     """
-    if not torch.compiler.is_compiling() or isinstance(formula, Expression | Tensor) or not callable(formula):
-        return formula
-    with TABLE_READS():
-        return formula(*[SYMBOLS[name] for name in symbols])
+
+    def call(function: Any, symbols: str) -> Any:
+        if isinstance(function, Expression | Tensor) or not callable(function):
+            return function
+        with TABLE_READS(is_compiled=True):
+            return function(*[SYMBOLS[name] for name in symbols])
+
+    see = [
+        statistic.map_formulas(lambda mask: call(mask, "bhij")) if isinstance(statistic, Statistic) else statistic
+        for statistic in options.see or ()
+    ]
+    return options.replace(mask=call(options.mask, "bhij"), score=call(options.score, "sbhij"), see=see)
 
 
 # -- how the call cache reads tensors ----------------------------------------------------------------------------------
@@ -212,12 +210,6 @@ def _read_layout(tensor: Tensor) -> tuple[Layout, int] | None:
 
 BOOLEANS.add(torch.bool)  # from this line on, the call cache serves tensors
 FRAMEWORKS.update({Tensor: TORCH, Parameter: TORCH})
-LOOKUP.serve_tensors(
-    Tensors(
-        (Tensor, Parameter),
-        _read_layout,
-        (*INTERCEPTIONS, _C._is_any_autocast_enabled),
-        torch.is_grad_enabled,
-        getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    )
-)
+_states = (*INTERCEPTIONS, _C._is_any_autocast_enabled), torch.is_grad_enabled
+_exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+LOOKUP.serve_tensors(Tensors((Tensor, Parameter), _read_layout, *_states, _exchange))

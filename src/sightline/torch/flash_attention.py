@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..api.functions import attention
-from ..errors import ParameterError, ShapeError
+from ..arrays.operations import check_float_dtype
+from ..errors import ParameterError, ShapeError, SightlineError
 from ..formula.expression import SYMBOLS, Expression, as_expression
 from ..formula.library import documents, padding
 from ..formula.library import softcap as softcap_formula
@@ -21,6 +22,7 @@ from ..statistics import lse as lse_of
 from .nested import Packing
 
 b, h, i, j, m, n, s = (SYMBOLS[name] for name in "bhijmns")
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def varlen_attn(
@@ -52,7 +54,7 @@ def varlen_attn(
     scale : float, default 1/√d
     window_size : (left, right), default (−1, −1), which is no limit; (−1, 0) is causal attention
     enable_gqa : True allows H to be a multiple of G
-    seqused_k : (N,) integers, optional: how many keys of each sequence take part, counted from its first position
+    seqused_k : (N,) integers, default the lengths of `cu_seq_k`: how many first keys of each sequence take part
     block_table : (N, pages of a sequence) integers, optional: the pages of each sequence, which are copied
 
     Returns
@@ -63,7 +65,7 @@ def varlen_attn(
     Raises
     ------
     ShapeError
-        Bounds of sequences do not ascend from 0 to the total, or the heads differ without `enable_gqa`.
+        An array has other axes, or integers have other values; or heads differ without `enable_gqa`.
 
     Examples
     --------
@@ -76,11 +78,8 @@ def varlen_attn(
     """
     if not enable_gqa and query.shape[-2] != key.shape[-2]:
         raise ShapeError("key with other heads than query", "as many heads as query", "enable_gqa=True for fewer heads")
-    if (seqused_k if block_table is not None else cu_seq_k) is None:
-        cure = "seqused_k=lengths of the sequences in the cache"
-        raise ParameterError("no lengths of keys", "seqused_k with a block_table, cu_seq_k without one", cure)
     options = window_size, scale, return_aux is not None and bool(return_aux.lse)
-    return _attend_packed((query, key, value), cu_seq_q, cu_seq_k, seqused_k, block_table, *options)
+    return _attend_packed((query, key, value), "cu_seq", cu_seq_q, cu_seq_k, seqused_k, block_table, *options)
 
 
 def flash_attn_func(
@@ -125,7 +124,7 @@ def flash_attn_func(
             [0.3302, 0.6698]])
     """
     options = window_size, softmax_scale, return_attn_probs, causal, softcap, alibi_slopes, dropout_p
-    found = _attend((q, k, v), None, i + (m - n), b, *options)
+    found = _attend_dense((q, k, v), None, i + (m - n), b, len(q), *options)
     return (*found, None) if return_attn_probs else found
 
 
@@ -155,9 +154,8 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k, deterministic : change nothing
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs : see `flash_attn_func`
     """
-    used = None if block_table is None else cu_seqlens_k.diff()
     options = window_size, softmax_scale, return_attn_probs, causal, softcap, alibi_slopes, dropout_p
-    found = _attend_packed((q, k, v), cu_seqlens_q, cu_seqlens_k, used, block_table, *options)
+    found = _attend_packed((q, k, v), "cu_seqlens", cu_seqlens_q, cu_seqlens_k, None, block_table, *options)
     return (*found, None) if return_attn_probs else found
 
 
@@ -187,7 +185,7 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : (B, n, H, d)
-    k_cache, v_cache : (B, capacity, G, d), or the pages (pages, page size, G, d) of a `block_table`
+    k_cache, v_cache : (B, capacity, G, d), or the pages (pages, page size, G, d) of a `block_table`; the dtype of q
     k, v : (B, new, G, d), optional: written into the cache first, in place
     cache_seqlens : int or (B,) integers, default the capacity: the positions in use before the call
     cache_batch_idx : (B,) integers, optional: the sequence of the cache of each query sequence, which is copied
@@ -201,47 +199,73 @@ def flash_attn_with_kvcache(
     Raises
     ------
     ShapeError
-        A sequence, with its new keys, is longer than the capacity of the cache.
+        An array has other axes or another dtype, or integers other values; or a sequence ends behind the cache.
     ParameterError
-        Rotary tables are given, or only one of k and v.
+        Rotary tables are given, only one of k and v, or `cache_batch_idx` with a `block_table`.
     """
     if rotary_cos is not None or rotary_sin is not None:
-        raise ParameterError("rotary_cos and rotary_sin", "q and k that are rotated", "rotate q and k before the call")
+        raise ParameterError("rotary_cos or rotary_sin", "q and k that are rotated", "rotate q and k before the call")
     if (k is None) != (v is None):
         raise ParameterError("only one of k and v", "both, or neither", "k=new_keys, v=new_values")
+    if block_table is not None and cache_batch_idx is not None:
+        raise ParameterError("cache_batch_idx with a block_table", "one of them", "block_table[cache_batch_idx]")
+    check_float_dtype("q", _check("q", q, (-1, -1, -1, -1), dtype=None))
+    _check("k_cache", k_cache, (-1, -1, -1, -1), dtype=q.dtype)
+    _check("v_cache", v_cache, (*k_cache.shape[:3], -1), dtype=q.dtype)
     count, size, device = len(q), k_cache.shape[1], k_cache.device
-    pages = None if block_table is None else block_table.to(torch.int64)
-    capacity = size if pages is None else size * pages.shape[1]
-    lengths = torch.as_tensor(capacity if cache_seqlens is None else cache_seqlens, device=device).long().expand(count)
-    rows = None if cache_batch_idx is None else cache_batch_idx.to(torch.int64)
-    new_length = 0 if k is None else k.shape[1]
-    if bool((lengths + new_length > capacity).any()):
-        cure = "a larger cache, or sightline.KVCache, which grows"
-        raise ShapeError(f"{new_length} new keys after {lengths.tolist()}", f"at most {capacity} positions", cure)
-    if k is not None and v is not None:
-        at = lengths[:, None] + torch.arange(new_length, device=device)
-        owner = torch.arange(count, device=device) if rows is None else rows
-        place = (owner[:, None], at) if pages is None else (pages.gather(1, at // size), at % size)
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache[place] = new
-        lengths = lengths + new_length
-    if pages is not None:
-        keys, values = (cache[pages].flatten(1, 2) for cache in (k_cache, v_cache))
-    else:
-        keys, values = (k_cache, v_cache) if rows is None else (k_cache[rows], v_cache[rows])
+    if block_table is not None:
+        name, pages = "block_table", _check("block_table", block_table, (count, -1))
+    else:  # each sequence of the cache is a page
+        rows = torch.arange(count, device=device) if cache_batch_idx is None else cache_batch_idx
+        name, pages = "cache_batch_idx", _check("cache_batch_idx", rows, (count,))[:, None]
+    new, capacity = 0 if k is None else k.shape[1], size * pages.shape[1]
+    lengths = torch.as_tensor(capacity if cache_seqlens is None else cache_seqlens, device=device)
+    lengths = _check("cache_seqlens", lengths, (), (count,), most=capacity - new).expand(count) + new
+    pages = _pages_in_use(name, pages, lengths, k_cache)
     own = padding(lengths)
     if cache_leftpad is not None:
-        own = own & (j >= table(cache_leftpad)[b])
+        own = own & (j >= table(_check("cache_leftpad", cache_leftpad, (count,)))[b])
+    at = lengths[:, None] - new + torch.arange(new, device=device)
+    place = pages.gather(1, at // size), at % size
+    former = k_cache[place], v_cache[place]
+    if k is not None and v is not None:
+        shapes = [(count, new, *x.shape[2:]) for x in (k_cache, v_cache)]
+        k_cache[place], v_cache[place] = (_check(*x, dtype=q.dtype) for x in zip("kv", (k, v), shapes, strict=True))
+    is_copied = block_table is not None or cache_batch_idx is not None
+    keys, values = (cache[pages].flatten(1, 2) if is_copied else cache for cache in (k_cache, v_cache))
     position = i + (table(lengths)[b] - n)
     options = window_size, softmax_scale, return_softmax_lse, causal, softcap, alibi_slopes
-    return _attend((q, keys, values), own, position, b, *options)
+    try:
+        return _attend_dense((q, keys, values), own, position, b, count, *options)
+    except SightlineError:  # a refused call leaves the cache as it was
+        k_cache[place], v_cache[place] = former
+        raise
 
 
-def _attend(
+def _check(name: str, given: Any, *shapes: tuple[int, ...], dtype: Any = torch.int64, most: Any = None) -> Any:
+    """Return a tensor. Raise ShapeError if it has none of the shapes, in which −1 is any number, or another dtype.
+
+    dtype : None allows every dtype; int64 allows all integers, and the result has this dtype
+    most : if given, integers have to be from 0 to this number, or to the entry of this tensor
+    """
+    own, fits = tuple(getattr(given, "shape", ())), False
+    if isinstance(given, Tensor) and dtype in (None, torch.int64 if given.dtype in INTEGERS else given.dtype):
+        fits = any(
+            len(own) == len(x) and all(want in (-1, size) for want, size in zip(x, own, strict=True)) for x in shapes
+        )
+    if fits and (most is None or not bool(((given < 0) | (given > most)).any())):
+        return given.to(torch.int64) if dtype is torch.int64 else given
+    shown = f"={given!r}" if fits or not own else f" of shape {own} and dtype {given.dtype}"
+    allowed = f"a tensor of {dtype or 'any dtype'} and shape {' or '.join(map(str, shapes))}"
+    raise ShapeError(name + shown, allowed + f", from 0 to {most}" * fits, f"{name} as the function describes it")
+
+
+def _attend_dense(
     arrays: tuple[Tensor, Tensor, Tensor],
     own: Expression | None,
     position: Expression,
     sequence: Expression,
+    count: int,
     window: tuple[int, int],
     scale: float | None,
     with_lse: bool,
@@ -253,17 +277,23 @@ def _attend(
     """Return the output of arrays (B, positions, heads, width), or (output, lse).
 
     own : the mask of the keys of a query's sequence; None if these are all keys
-    position, sequence : the position of query i among the keys, and its sequence
+    position, sequence : the position of query i among the keys, and its sequence, one of `count`
     """
+    for name, array in zip(("query", "key", "value"), arrays, strict=True):
+        _check(name, array, (len(arrays[0]), -1, -1, -1), dtype=None)
+    if not isinstance(window, tuple | list) or [type(side) for side in window] != [int, int]:
+        raise ParameterError(f"window_size={window!r}", "two integers, of which −1 is no limit", "window_size=(-1, -1)")
     if with_lse and dropout:
-        given, allowed = f"return_attn_probs=True with dropout_p={dropout}", "return_attn_probs=True without dropout"
-        raise ParameterError(given, allowed, "sightline.attention(..., see=[sightline.weights()]) for the weights")
+        cure = "sightline.attention(..., see=[sightline.weights()]) for the weights"
+        raise ParameterError(f"return_attn_probs=True with dropout_p={dropout}", "one of them", cure)
     left, right = (window[0], 0) if causal else window
     mask = own
     for limit in [j <= position + right] * (right >= 0) + [j >= position - left] * (left >= 0):
         mask = limit if mask is None else mask & limit
     score = softcap_formula(softcap) if softcap else None
     if slopes is not None:
+        heads = arrays[0].shape[2]
+        _check("alibi_slopes", slopes, (heads,), (count, heads), dtype=None)
         slope = table(slopes)[h] if slopes.ndim == 1 else table(slopes)[sequence, h]
         score = (s if score is None else score) - slope * abs(position - j)
     see = [lse_of()] if with_lse else None
@@ -274,36 +304,58 @@ def _attend(
 
 def _attend_packed(
     arrays: tuple[Tensor, Tensor, Tensor],
+    name: str,
     starts: Tensor,
     key_starts: Tensor | None,
     used: Tensor | None,
     pages: Tensor | None,
     *options: Any,
 ) -> Any:
-    """Return the output of packed sequences, or (output, lse). `used` is the number of keys of each sequence."""
+    """Return the output of packed sequences, or (output, lse).
+
+    name : the beginning of the names of `starts` and `key_starts`, for errors
+    used : the number of keys of each sequence, from its first one; None for that of `key_starts`
+    """
+    for label, array in zip(("query", "key", "value"), arrays, strict=True):
+        _check(label, array, (-1,) * (3 if pages is None or label == "query" else 4), dtype=None)
     query, key, value = arrays
-    if pages is not None:
-        key, value = (x[pages.to(torch.int64)].flatten(0, 2) for x in (key, value))
-        key_starts = torch.arange(len(pages) + 1, device=key.device) * (len(key) // max(len(pages), 1))
-    key_starts = starts if key_starts is None else key_starts
-    for bounds, total in ((starts, len(query)), (key_starts, len(key))):
-        ascends = bounds.ndim == 1 and len(bounds) == len(starts) > 0 and not bool((bounds.diff() < 0).any())
-        if not ascends or int(bounds[0]) != 0 or int(bounds[-1]) != total:
-            raise ShapeError(
-                f"starts of sequences {bounds.tolist()} on {total} positions",
-                "numbers that ascend from 0 to the number of positions, as many for keys as for queries",
-                "cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)",
-            )
-    if used is not None and bool((used > key_starts.diff()).any()):
-        allowed = f"at most {key_starts.diff().tolist()}"
-        raise ShapeError(f"seqused_k {used.tolist()}", allowed, "the number of keys in use of each sequence")
+    is_self = key_starts is starts and used is None and pages is None
+    starts = _check_starts(f"{name}_q", starts, -1, len(query))
+    count = len(starts) - 1
+    if pages is None:
+        key_starts = _check_starts(f"{name}_k", key_starts, count + 1, len(key))
+        used = None if used is None else _check("seqused_k", used, (count,), most=key_starts.diff())
+    else:
+        pages, name = _check("block_table", pages, (count, -1)), f"{name}_k" if used is None else "seqused_k"
+        used = _check(name, key_starts, (count + 1,)).diff() if used is None else used
+        capacity = key.shape[1] * pages.shape[1]
+        used = _check(name, used, (count,), most=capacity)
+        pages = _pages_in_use("block_table", pages, used, key)
+        key, value = (x[pages].flatten(0, 2) for x in (key, value))
+        key_starts = torch.arange(count + 1, device=key.device) * capacity
     of_query = Packing.of(starts, None, len(query))
     sequence, position = of_query.read(of_query.sequence, "i"), as_expression(i)
-    if key_starts is starts and used is None and len(key) == len(query):
+    if is_self:
         own = documents(of_query.sequence)
     else:
         ends = key_starts[1:] if used is None else key_starts[:-1] + used
         own = of_query.same_sequence(Packing.of(key_starts, used, len(key)))
-        position = i + of_query.read((ends - starts[1:]).to(torch.int64)[of_query.sequence], "i")
-    found = _attend((query[None], key[None], value[None]), own, position, sequence, *options)
+        position = i + of_query.read((ends - starts[1:])[of_query.sequence], "i")
+    found = _attend_dense((query[None], key[None], value[None]), own, position, sequence, count, *options)
     return (found[0][0], found[1][0]) if isinstance(found, tuple) else found[0]
+
+
+def _check_starts(name: str, given: Any, count: int, total: int) -> Any:
+    """Return the starts of sequences and the total, `count` numbers. Raise ShapeError if they are others."""
+    starts = _check(name, given, (count,))
+    values = starts.tolist()
+    if values[:1] == [0] and values[-1] == total and values == sorted(values):
+        return starts
+    allowed = f"integers that ascend from 0 to {total}, the number of positions"
+    raise ShapeError(f"{name}={values}", allowed, f"{name}=torch.tensor([0, *lengths]).cumsum(0)")
+
+
+def _pages_in_use(name: str, pages: Tensor, lengths: Tensor, cache: Tensor) -> Any:
+    """Return the pages of each sequence, which behind its end may be any integers, with 0 there."""
+    behind = torch.arange(pages.shape[1], device=pages.device) * cache.shape[1] >= lengths[:, None]
+    return _check(name, pages.masked_fill(behind, 0), (-1, -1), most=len(cache) - 1)

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import noop_mask as noop_mask
 from torch.nn.attention.flex_attention import or_masks as or_masks
 
 from ..api.functions import attention
+from ..arrays.operations import is_traced
 from ..call.validation import read_mask
 from ..errors import MaskError, ParameterError, ShapeError, SightlineError
 from ..formula.expression import Expression, from_records, live_numbers
@@ -30,7 +31,7 @@ from ..formula.tables import Table
 from ..formula.tile_ranges import find_blocks
 from ..formula.torch_masks import is_block_mask
 from ..statistics import lse, max_score
-from .interception import is_transformed
+from .interception import hides_entries
 
 __all__ = ["BlockMask", "create_block_mask", "flex_attention"]
 
@@ -115,7 +116,7 @@ def flex_attention(
     _check_shapes(query, key, value, block_mask, enable_gqa)
     mask = block_mask
     if type(block_mask) is BlockMask:
-        mask = block_mask.traced_mask() if torch.compiler.is_compiling() else block_mask.formula
+        mask = block_mask.traced_mask() if is_traced(query) else block_mask.formula
     if return_aux is None:
         if not return_lse:
             return attention(query, key, value, mask=mask, score=score_mod, scale=scale)
@@ -144,17 +145,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, en
         return
     B, H, n, m = (1, 1, *block_mask.shape)[-4:]
     if (n, m) != (queries, keys):
-        raise ShapeError(
-            f"a block mask for {n} queries and {m} keys, {queries} queries and {keys} keys",
-            "the lengths of the call",
-            f"create_block_mask(mask_mod, B, H, {queries}, {keys})",
-        )
+        given = f"a block mask for {n} queries and {m} keys, {queries} queries and {keys} keys"
+        raise ShapeError(given, "the lengths of the call", f"create_block_mask(mask_mod, B, H, {queries}, {keys})")
     if B not in (1, batch) or H not in (1, heads):
-        raise ShapeError(
-            f"a block mask for B={B} and H={H}, a query with B={batch} and H={heads}",
-            "the numbers of the query, or 1",
-            "create_block_mask(mask_mod, None, None, ...), which serves every B and H",
-        )
+        given = f"a block mask for B={B} and H={H}, a query with B={batch} and H={heads}"
+        cure = "create_block_mask(mask_mod, None, None, ...), which serves every B and H"
+        raise ShapeError(given, "the numbers of the query, or 1", cure)
 
 
 class BlockMask:
@@ -210,7 +206,7 @@ class BlockMask:
             allowed = "a function (b, h, q_idx, kv_idx) or a formula"
             raise MaskError(f"mask_mod is a {type(mask_mod).__name__}", allowed, "lambda b, h, i, j: mask[i, j]")
         self._mask_mod, self._formula, self._parts = mask_mod, None, None
-        if not torch.compiler.is_compiling():  # which cannot trace the conversion
+        if not hides_entries():  # torch.compile cannot trace the conversion
             self._convert()
 
     def _convert(self) -> None:
@@ -222,12 +218,10 @@ class BlockMask:
     @property
     def formula(self) -> Expression:
         if self._mask_mod is None:
-            raise MaskError(
-                "a slice of a BlockMask without a mask_mod",
-                "a mask_mod that is set after slicing, since its q_idx starts at 0",
-                "block_mask.mask_mod = lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + offset, kv_idx)",
-            )
-        if self._formula is None:  # a compiled function made the mask
+            given = "a slice of a BlockMask without a mask_mod"
+            cure = "block_mask.mask_mod = lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + offset, kv_idx)"
+            raise MaskError(given, "a mask_mod that is set after slicing, since its q_idx starts at 0", cure)
+        if self._formula is None:  # a compiled function or a transform made the mask
             self._convert()
         return cast(Expression, self._formula)
 
@@ -358,6 +352,6 @@ def create_block_mask(
             raise ParameterError(f"{name}={length!r}", f"a whole number of at least {least}", f"{name}=128")
     batch, heads, queries, keys = map(int, lengths.values())
     block_mask = BlockMask(mask_mod, batch, heads, (queries, keys), block)
-    if not torch.compiler.is_compiling() and not is_transformed():  # vmap and torch.compile hide entries of tensors
+    if block_mask._formula is not None:  # else torch hides entries of tensors
         check_formula(block_mask.formula, (batch, heads, queries, keys))
     return block_mask

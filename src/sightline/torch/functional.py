@@ -101,6 +101,7 @@ def convert_arguments(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    kernel: str | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Options, bool]:
     """Return ((query, key, value), options) for `api.functions.attend`, and True if a batch axis was added."""
     ndim = query.ndim
@@ -127,7 +128,7 @@ def convert_arguments(
         array = attn_mask if ndim == 4 else align_mask(attn_mask, query, key, value)
         array = array if array.ndim else array[None]
         mask, score = (None, array) if array.is_floating_point() else (array, None)
-    return (query, key, value), Options(mask, score, None, scale, None, dropout_p), without_batch
+    return (query, key, value), Options(mask, score, None, scale, None, dropout_p, None, kernel), without_batch
 
 
 def read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> Expression:
@@ -189,9 +190,7 @@ def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tenso
 def _expand_heads(*arrays: Tensor) -> list[Tensor]:
     heads = max(x.shape[-3] for x in arrays)
     if any(x.shape[-3] not in (1, heads) for x in arrays):
-        raise ShapeError(
-            f"{', '.join([str(x.shape[-3]) for x in arrays])} heads of query, key and value",
-            "equal numbers of heads, or 1",
-            "enable_gqa=True if several query heads share a key head",
-        )
+        given = f"{', '.join([str(x.shape[-3]) for x in arrays])} heads of query, key and value"
+        cure = "enable_gqa=True if several query heads share a key head"
+        raise ShapeError(given, "equal numbers of heads, or 1", cure)
     return [x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in arrays]

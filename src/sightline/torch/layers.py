@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -20,11 +21,11 @@ from ..formula.library import causal, dense
 from ..formula.tables import Table
 from ..formula.torch_masks import is_causal_bias
 from ..positions import rotary
-from ..recording import Kind
 from ..statistics import weights as weights_of
+from ..statistics.recording import AttentionKind
 from .functional import align_mask, check_array_mask, check_operands, read_causal_bias
 from .interception import is_intercepted
-from .layer_calls import LayerCall, attend
+from .layer_calls import LayerCall, attend_for_layer
 from .nested import is_nested
 
 j, s = SYMBOLS["j"], SYMBOLS["s"]
@@ -81,13 +82,9 @@ class ScaledDotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 <= to_float(dropout) <= 1:
-            raise ParameterError(
-                f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1; pass no widths, the arrays have them"
-            )
+            raise ParameterError(f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1, and no widths")
         if mask_means not in ("attend", "ignore"):
-            raise ParameterError(
-                f"mask_means={mask_means!r}", '"attend" or "ignore"', 'mask_means="attend" if True entries are visible'
-            )
+            raise ParameterError(f"mask_means={mask_means!r}", '"attend" or "ignore"', "what True entries mean")
         self.dropout, self.scale, self.mask_means = dropout, scale, mask_means
 
     def forward(
@@ -121,9 +118,9 @@ class ScaledDotProductAttention(nn.Module):
         if mask is not None and not isinstance(mask, Expression):
             mask = _read_mask(mask, self.mask_means == "ignore", query, key, value)
         dropout = self.dropout if self.training else 0.0
-        kind: Kind = "self" if query.shape[-2] == key.shape[-2] else "cross"
+        kind: AttentionKind = "self" if query.shape[-2] == key.shape[-2] else "cross"
         options = Options(mask, see=[weights_of()], scale=self.scale, dropout=dropout)
-        output, (weights,) = attend(query, key, value, LayerCall(kind), options)
+        output, (weights,) = attend_for_layer(query, key, value, LayerCall(kind), options)
         return output, weights
 
     def extra_repr(self) -> str:
@@ -177,11 +174,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if rope and d_k % 2:
-            raise ParameterError(
-                f"d_k={d_k} with rope=True",
-                "an even d_k, since rotary positions rotate pairs of components",
-                f"d_k={d_k + 1}, or rope=False",
-            )
+            allowed = "an even d_k, since rotary positions rotate pairs of components"
+            raise ParameterError(f"d_k={d_k} with rope=True", allowed, f"d_k={d_k + 1}, or rope=False")
         self.heads, self.rope, self.causal = heads, rope, causal
         self.query = nn.Linear(d_model, heads * d_k, bias=False)
         self.key = nn.Linear(d_model, heads * d_k, bias=False)
@@ -195,7 +189,7 @@ class SelfAttention(nn.Module):
         query, key, value = _project(self._project, x=x)
         if self.rope:
             query, key = rotary(query), rotary(key)
-        output, _ = attend(query, key, value, LayerCall("self"), Options(causal() if self.causal else None))
+        output, _ = attend_for_layer(query, key, value, LayerCall("self"), Options(causal() if self.causal else None))
         return output.transpose(-2, -3).flatten(-2)
 
     def _project(self, x: Tensor) -> list[Tensor]:
@@ -286,12 +280,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
             The errors of `sightline.attention`.
         """
         _check_inputs(query=query, key=key, value=value)
-        for name, array in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+        for name, array in masks.items():
             if array is not None:
                 entries = CURES_OF_FORMULAS[name] if isinstance(array, Expression) else "array)"
                 cure = f"{name}=torch.as_tensor({entries}"
                 check_array_mask(name, array, "hides", cure, CURES_OF_INTEGERS[name])
-        kind: Kind = "self" if query is key else "cross"
+        kind: AttentionKind = "self" if query is key else "cross"
         batched = query.ndim == 3
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
@@ -299,14 +294,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         queries, keys, values = _project(self._project, query=query, key=key, value=value)
         extra = keys.shape[-2] - key.shape[1]  # keys of bias_k and add_zero_attn, which no mask hides
-        formulas = _read_tensors(
-            lambda mask, padding: self._make_formulas(mask, padding, is_causal, key.shape[1], extra),
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-        )
+        make = partial(self._make_formulas, is_causal=is_causal, m=key.shape[1], extra=extra)
+        formulas = _read_tensors(make, **masks)
         dropout = self.dropout if self.training else 0.0
         options = Options(**formulas, dropout=dropout, see=[weights_of()] if need_weights else None)
-        output, seen = attend(queries, keys, values, LayerCall(kind, 0), options)
+        output, seen = attend_for_layer(queries, keys, values, LayerCall(kind, 0), options)
         output = self.out_proj(output.transpose(1, 2).flatten(2))
         weights = None
         if need_weights:
@@ -405,11 +397,8 @@ def _read_mask(mask: Any, hides: bool, query: Tensor, key: Tensor, value: Tensor
     check_kind("mask", mask)
     array = mask if isinstance(mask, Tensor) else np.asarray(mask)
     if not getattr(array.dtype, "name", dtype_name(array)).startswith(("bool", "int", "uint", "float", "bfloat")):
-        raise MaskError(
-            f"mask is an array of {dtype_name(array)}",
-            "booleans or real numbers, or a formula",
-            "pass an array of True and False",
-        )
+        allowed = "booleans or real numbers, or a formula"
+        raise MaskError(f"mask is an array of {dtype_name(array)}", allowed, "pass an array of True and False")
     compare: Any = np.equal if hides else np.not_equal
     if isinstance(array, Tensor):
         compare = torch.eq if hides else torch.ne

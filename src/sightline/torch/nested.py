@@ -29,24 +29,14 @@ def is_nested(*arrays: Any) -> bool:
     return any(isinstance(array, Tensor) and array.is_nested for array in arrays)
 
 
-def pack(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, Any, Any, Options]:
+def pack_sequences(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, Any, Any, Options]:
     """Return query, key and value of the packed sequences, and the options of the packed call.
 
-    Parameters
-    ----------
     query : (B, H, j, d_k) or (B, j, d_k), a nested tensor in the jagged layout; j is the ragged axis
     key, value : nested tensors of B sequences; key and value have the same lengths
-    options : the other arguments of `sightline.attention`
 
-    Raises
-    ------
-    ShapeError
-        A tensor is not nested, is not jagged, has another ragged axis, or has sequences that overlap. Or the numbers of
-        sequences differ, or the lengths of key and value differ.
-    MaskError
-        A dense array is a mask or a bias: sequences of different lengths have no common matrix of scores.
-    ParameterError
-        A statistic is neither lse, entropy, mass nor a sum over j.
+    Raise ShapeError as `check_nested` does, MaskError for a dense array as mask or bias, since sequences of different
+    lengths have no common matrix of scores, and ParameterError for a statistic but lse, entropy, mass and sums over j.
     """
     check_nested({"query": query, "key": key, "value": value})
     of_query, of_key = (Packing.of(x.offsets(), x.lengths(), x.values().shape[x.ndim - 3]) for x in (query, key))
@@ -71,24 +61,19 @@ def pack(query: Any, key: Any, value: Any, options: Options) -> tuple[Any, Any, 
     return packed[0], packed[1], packed[2], options
 
 
-def unpack(query: Any, output: Tensor, seen: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+def unpack_sequences(query: Any, output: Tensor, seen: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (output, seen) of the packed call as nested tensors with the offsets of the nested tensor `query`."""
-    offsets, lengths, ragged = query.offsets(), query.lengths(), query.ndim - 2
-    nested = [
-        torch.nested.nested_tensor_from_jagged(x[0] if query.ndim == 4 else x, offsets, lengths, jagged_dim=ragged)
-        for x in (output, *seen)
-    ]
-    return nested[0], tuple(nested[1:])
+    nest, layout = torch.nested.nested_tensor_from_jagged, (query.offsets(), query.lengths())
+    arrays = [x[0] if query.ndim == 4 else x for x in (output, *seen)]
+    output, *rest = [nest(x, *layout, jagged_dim=query.ndim - 2) for x in arrays]
+    return output, tuple(rest)
 
 
 @dataclass(frozen=True)
 class Packing:
     """The sequences of a batch on a packed axis.
 
-    Parameters
-    ----------
-    sequence, start, length : for each position, the number of its sequence, the first position of the sequence and the
-        length of the sequence. `sequence` is −1 at positions of no sequence.
+    Each position has the number of its sequence, which is −1 outside of all, and the start and length of the sequence.
     """
 
     sequence: Tensor
@@ -121,31 +106,23 @@ def check_nested(named: dict[str, Any]) -> None:
     """Raise ShapeError unless query, key and value are jagged tensors whose sequences fit together."""
     layouts = {name: _layout_of(x) for name, x in named.items()}
     if set(layouts.values()) != {"jagged"}:
-        raise ShapeError(
-            ", ".join(f"{name} {layout}" for name, layout in layouts.items()),
-            "all three nested tensors in the jagged layout, or all three dense",
-            "torch.nested.nested_tensor(list, layout=torch.jagged)",
-        )
+        given = ", ".join(f"{name} {layout}" for name, layout in layouts.items())
+        allowed = "all three nested tensors in the jagged layout, or all three dense"
+        raise ShapeError(given, allowed, "torch.nested.nested_tensor(list, layout=torch.jagged)")
     for name, x in named.items():
         if x.ndim not in (3, 4) or x._ragged_idx != x.ndim - 2:
-            raise ShapeError(
-                f"{name} nested with {x.ndim} axes, the ragged one at {x._ragged_idx}",
-                "(B, H, j, d) or (B, j, d), where j is the ragged axis",
-                f"{name}.transpose(1, 2) if its axes are (B, j, H, d)",
-            )
+            given = f"{name} nested with {x.ndim} axes, the ragged one at {x._ragged_idx}"
+            allowed = "(B, H, j, d) or (B, j, d), where j is the ragged axis"
+            raise ShapeError(given, allowed, f"{name}.transpose(1, 2) if its axes are (B, j, H, d)")
         if x.lengths() is not None and not is_traced(x) and bool((x.lengths() > torch.diff(x.offsets())).any()):
-            raise ShapeError(
-                f"{name} with offsets {x.offsets().tolist()} and lengths {x.lengths().tolist()}",
-                "sequences that end before the next offset",
-                "copy the sequences: torch.nested.nested_tensor(list, layout=torch.jagged)",
-            )
+            given = f"{name} with offsets {x.offsets().tolist()} and lengths {x.lengths().tolist()}"
+            cure = "copy the sequences: torch.nested.nested_tensor(list, layout=torch.jagged)"
+            raise ShapeError(given, "sequences that end before the next offset", cure)
     query, key, value = named.values()
     if not (query.ndim == key.ndim == value.ndim and len(query.offsets()) == len(key.offsets())):
-        raise ShapeError(
-            ", ".join(f"{name} of {len(x.offsets()) - 1} sequences with {x.ndim} axes" for name, x in named.items()),
-            "equal numbers of sequences and of axes",
-            "give each query sequence a key sequence, which may be empty",
-        )
+        given = ", ".join(f"{name} of {len(x.offsets()) - 1} sequences with {x.ndim} axes" for name, x in named.items())
+        allowed = "equal numbers of sequences and of axes"
+        raise ShapeError(given, allowed, "give each query sequence a key sequence, which may be empty")
     if not (_is_equal(key.offsets(), value.offsets()) and _is_equal(key.lengths(), value.lengths())):
         raise ShapeError(
             f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}"
@@ -171,20 +148,15 @@ def _lengths(nested: Any) -> Any:
 
 def _check_statistic(statistic: Statistic) -> Statistic:
     if statistic.axes != "j" or statistic.finds or statistic.is_mean or statistic.has_own_problem:
-        raise ParameterError(
-            f"{statistic!r} of nested tensors",
-            "lse(), entropy(), mass(...) and sum(..., over=j)",
-            "call attention for each sequence: query.unbind()",
-        )
+        given, allowed = f"{statistic!r} of nested tensors", "lse(), entropy(), mass(...) and sum(..., over=j)"
+        raise ParameterError(given, allowed, "call attention for each sequence: query.unbind()")
     return statistic
 
 
 def _dense_array_error() -> MaskError:
-    return MaskError(
-        "a dense array or lists of blocks as mask or bias of nested tensors",
-        "formulas, whose i and j are positions inside each sequence",
-        "mask=sightline.causal(), or score=s + table(array)[i, j] if the array covers the longest sequence",
-    )
+    allowed = "formulas, whose i and j are positions inside each sequence"
+    cure = "mask=sightline.causal(), or score=s + table(array)[i, j] if the array covers the longest sequence"
+    return MaskError("a dense array or lists of blocks as mask or bias of nested tensors", allowed, cure)
 
 
 def _rewrite(formula: Expression, symbols: dict[str, Expression]) -> Expression:

@@ -26,7 +26,7 @@ from ..formula.evaluate_array import evaluate
 from ..formula.library import causal
 from .interception import INTERCEPTIONS
 
-CAUSAL = causal().text  # formulas made while torch traces are equal in text alone
+CAUSAL_TEXT = causal().text  # formulas made while torch traces are equal in text alone
 
 
 def is_exporting() -> bool:
@@ -35,21 +35,19 @@ def is_exporting() -> bool:
     return is_in_process and any(function() for function in INTERCEPTIONS)
 
 
-def attend(problem: Problem) -> Result:
+def run_exported(problem: Problem) -> Result:
     """Return the output; raise KernelRefusedError for statistics, dropout and quantised rows."""
     if problem.see or problem.dropout or problem.row_formats:
-        refusal = KernelRefusedError(
-            "statistics of the weights, dropout or a quantised KVCache while torch.onnx.export traces",
-            "query, key, value, mask, score, sinks and scale",
-            "export a module in model.eval(), without see",
-        )
+        given = "statistics of the weights, dropout or a quantised KVCache while torch.onnx.export traces"
+        allowed = "query, key, value, mask, score, sinks and scale"
+        refusal = KernelRefusedError(given, allowed, "export a module in model.eval(), without see")
         warn(str(refusal), stacklevel=2)  # the exporter tries again with strict=True, and shows only that error
         raise refusal
     batch_shape = problem.batch_shape
     query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (problem.query, problem.key, problem.value))
     problem = replace(problem, query=query, key=key, value=value)
     if problem.sinks is None and (problem.score is None or derivative(problem.score) is ONE):
-        is_causal = problem.mask is not None and problem.mask.text == CAUSAL and problem.score is None
+        is_causal = problem.mask is not None and problem.mask.text == CAUSAL_TEXT and problem.score is None
         mask = None if is_causal else _mask_array(problem)
         output = scaled_dot_product_attention(
             query, key, value, mask, 0.0, is_causal, scale=problem.scale, enable_gqa=bool(problem.group > 1)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..api.kernels import differentiate, make_plan, push_forward, solve
-from ..arrays.operations import has_heads_in_rows
+from ..arrays.operations import has_heads_in_rows, is_traced
 from ..arrays.unreadable import check_device
 from ..call.kernel import Result
 from ..call.problem import Problem, validate
-from ..call.spec import Arrays, CallSpec, flatten_result, split_arrays, unflatten_gradients
+from ..call.spec import Arrays, CallSpec, build_seen, flatten_result, unflatten_gradients
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
 from ..reference import streaming
@@ -35,11 +35,9 @@ SCHEMA = (
 )
 
 
-def to_arguments(
-    problem: Problem, seed: Tensor | None, kernel: str | None, threads: int | None
-) -> tuple[Arrays, CallSpec]:
+def to_arguments(problem: Problem, seed: Tensor | None) -> tuple[Arrays, CallSpec]:
     """Return the arguments for a problem that `problem.parse` has checked. No table is read."""
-    spec, tables = CallSpec.of(problem, kernel, threads)
+    spec, tables = CallSpec.of(problem)
     tensors = [_to_tensor(table, problem.query) for table in tables]
     return Arrays(problem.query, problem.key, problem.value, tensors, problem.sinks, seed), spec
 
@@ -50,7 +48,7 @@ def read_arguments(arguments: Sequence[Any]) -> tuple[Arrays, CallSpec]:
     return Arrays(*arguments[:count]), CallSpec(*arguments[count:])
 
 
-def make_problem(arrays: Arrays, spec: CallSpec) -> Problem:
+def restore_problem(arrays: Arrays, spec: CallSpec) -> Problem:
     """Return the validated problem."""
     seed = 0 if arrays.seed is None else int(arrays.seed) % 2**64
     return validate(spec.problem(arrays, spec.formulas(arrays.tables), seed))
@@ -65,11 +63,8 @@ def _to_tensor(table: Table, query: Tensor) -> Tensor:
     if isinstance(table.array, Tensor):
         check_device("table", table.array, query)
         return table.array
-    tensor: Tensor
-    if torch.compiler.is_compiling():
-        tensor = torch.as_tensor(table.array, device=query.device)
-    else:
-        tensor = to_device(table.array, query)
+    is_compiled = is_traced(query)
+    tensor: Tensor = torch.as_tensor(table.array, device=query.device) if is_compiled else to_device(table.array, query)
     # a backward pass reads the entries again, when the caller may have changed the array
     return tensor.clone() if torch.is_grad_enabled() else tensor
 
@@ -83,14 +78,7 @@ def make_seed(seed: int | None) -> Tensor:
 
 def build_result(see: Sequence[Statistic], results: Sequence[Tensor]) -> Result:
     """Return the `Result` whose arrays, in the order of `flatten_result`, are `results`."""
-    output, lse = results[:2]
-    returned_lse = lse if output.dtype == torch.float64 else lse.float()
-    seen = []
-    for statistic, arrays in zip(see, split_arrays(see, results), strict=True):
-        constant = [array.detach() for array in arrays]
-        entry = statistic.build_result(arrays if statistic.is_differentiable else constant) if arrays else returned_lse
-        seen.append(entry)
-    return Result(output, lse, tuple(seen))
+    return Result(results[0], results[1], build_seen(see, results, Tensor.detach))
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------
@@ -125,8 +113,8 @@ def _define(name: str, arguments: str, compute: Callable[..., Any], make_empty: 
 def _forward(*args: Any) -> list[Tensor]:
     """Return output, lse and the arrays of the statistics, in the order of `flatten_result`."""
     arrays, spec = read_arguments(args)
-    problem = make_problem(arrays, spec)
-    output, *others = flatten_result(problem.see, solve(problem, spec.kernel, spec.threads))
+    problem = restore_problem(arrays, spec)
+    output, *others = flatten_result(problem.see, solve(problem))
     return [_order_heads(output, problem.query), *others]
 
 
@@ -150,7 +138,7 @@ def _forward_shapes(*args: Any) -> list[Tensor]:
     return outputs
 
 
-attention = _define("attention", "", _forward, _forward_shapes)
+attention_op = _define("attention", "", _forward, _forward_shapes)
 
 
 def _backward_shapes(
@@ -161,7 +149,7 @@ def _backward_shapes(
     return [given[place].new_empty(given[place].shape) for place in spec.find_places(wanted_tables)]
 
 
-attention_backward = _define(
+attention_backward_op = _define(
     "attention_backward",
     "Tensor[] gradients, int[] gradient_indices, int[] wanted_tables, Tensor output, Tensor lse, ",
     lambda gradients, indices, tables, output, lse, *args: apply_chain_rule(
@@ -179,12 +167,12 @@ def _compute_tangents(
     `directions` are the tangents of the arrays at `places` in the list of `Arrays.flatten`. The other tangents are 0.
     """
     arrays, spec = read_arguments(args)
-    problem = make_problem(arrays, spec)
+    problem = restore_problem(arrays, spec)
     given = spec.tangents(problem, places, directions)
-    return list(push_forward(problem, make_plan(problem, spec.kernel), given, (output, lse), spec.threads))
+    return list(push_forward(problem, make_plan(problem), given, (output, lse)))
 
 
-attention_tangent = _define(
+attention_tangent_op = _define(
     "attention_tangent",
     "Tensor[] directions, int[] places, Tensor output, Tensor lse, ",
     _compute_tangents,
@@ -205,13 +193,10 @@ def apply_chain_rule(
     `gradients` are the gradients of the results at the indices `gradient_indices`. Other results have the gradient 0.
     If `saved`, output and lse, is None, the result is differentiable.
     """
-    problem = make_problem(arrays, spec)
+    problem = restore_problem(arrays, spec)
     slots = spec.table_slots(problem)
     slots_of_wanted = [slots[table] for table in wanted_tables]
     gradient_of = dict(zip(gradient_indices, gradients, strict=True))
     given = unflatten_gradients(problem.see, gradient_of, saved, slots_of_wanted)
-    if saved is None:
-        found = streaming.backward(problem, given)
-    else:
-        found = differentiate(problem, make_plan(problem, spec.kernel), given, spec.threads)
+    found = streaming.backward(problem, given) if saved is None else differentiate(problem, make_plan(problem), given)
     return found.flatten(slots_of_wanted, spec.has_sinks)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..arrays.operations import to_numpy
 from ..errors import ParameterError
-from ..recording import Seen
+from ..statistics.recording import Seen
 from .layer_calls import check_module
 from .watching.running_modules import module_paths
 
@@ -30,7 +30,7 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 BIASED = ("attn_logit_softcapping", "has_relative_attention_bias", "relative_position_bias_table")
 BOUNDED = ("logit_scale", "clip_qkv")  # of a layer that normalises queries and keys, or clips them, without a module
 NORM = re.compile(r"(?=.*(norm|ln))(^|.*_)(q|k|qk|query|key)(_|$)")  # a norm between a projection and the scores
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Projections = tuple[str, str] | Callable[[nn.Module], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
@@ -110,16 +110,13 @@ def qk_clip(
         if not factors:
             continue
         if path not in by_path:
-            raise ParameterError(
-                f"the layer {path!r}, which {type(model).__name__} does not have",
-                f"paths of its modules, such as {', '.join(list(by_path)[1:4])}",
-                "pass the model that was watched",
-            )
+            given = f"the layer {path!r}, which {type(model).__name__} does not have"
+            allowed = f"paths of its modules, such as {', '.join(list(by_path)[1:4])}"
+            raise ParameterError(given, allowed, "pass the model that was watched")
         heads = _count_heads(by_path[path]) or len(scores)
         if max(scores) >= heads:
-            raise ParameterError(
-                f"the largest scores of {max(scores) + 1} heads of {path}", f"{heads} heads", "pass those of this model"
-            )
+            given = f"the largest scores of {max(scores) + 1} heads of {path}"
+            raise ParameterError(given, f"{heads} heads", "pass those of this model")
         found[path] = factors
         parts = _find_parts(path, by_path[path], heads, projections)
         changes.append((parts, factors, heads))
@@ -132,11 +129,8 @@ def qk_clip(
 
 def _check(path: str, head: int, score: float) -> float:
     if math.isnan(score) or score == math.inf:
-        raise ParameterError(
-            f"the largest score {score} of head {head} of {path}",
-            "finite scores",
-            "resume the training from a checkpoint before it diverged, and clip from there on",
-        )
+        cure = "resume the training from a checkpoint before it diverged, and clip from there on"
+        raise ParameterError(f"the largest score {score} of head {head} of {path}", "finite scores", cure)
     return score
 
 
@@ -151,17 +145,14 @@ def _read(max_scores: Any) -> dict[str, dict[int, float]]:
                 layer[head] = max(score, layer.get(head, -math.inf), key=lambda x: (math.isnan(x), x))
         return found
     if not isinstance(max_scores, Mapping):
-        raise ParameterError(
-            f"max_scores of type {type(max_scores).__name__}",
-            "a recording with max_score(), or a dict from layers to the largest score of each head",
-            "qk_clip(model, monitor.history[-1].max_scores, limit=100.0)",
-        )
+        allowed = "a recording with max_score(), or a dict from layers to the largest score of each head"
+        cure = "qk_clip(model, monitor.history[-1].max_scores, limit=100.0)"
+        raise ParameterError(f"max_scores of type {type(max_scores).__name__}", allowed, cure)
     for layer, scores in max_scores.items():
         array = to_numpy(scores)
         if array.ndim != 1:
-            raise ParameterError(
-                f"largest scores of {layer} of shape {array.shape}", "one for each head, (H,)", "scores.amax((0, 2))"
-            )
+            given = f"largest scores of {layer} of shape {array.shape}"
+            raise ParameterError(given, "one for each head, (H,)", "scores.amax((0, 2))")
         found[layer] = dict(enumerate(map(float, array)))
     return found
 
@@ -187,18 +178,8 @@ class ScaledView(NamedTuple):
 def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | None) -> list[ScaledView]:
     """Return the parts to multiply by powers of a factor γ of each query head, so that its scores are multiplied by γ.
 
-    Rotary keys of multi-head latent attention, which all heads share, are not scaled.
-
-    Parameters
-    ----------
-    path, layer : the path of the layer, for errors, and the layer
-    heads : the number of query heads
-    named : the names of the two projections, or a function from the layer to (views for queries, views for keys)
-
-    Raises
-    ------
-    ParameterError
-        The projections are not found, or scaling them does not scale the scores.
+    Rotary keys of multi-head latent attention, which all heads share, are not scaled. `path` is for errors: raise
+    ParameterError if the projections are not found, or if scaling them does not scale the scores.
     """
     if callable(named):
         queries, keys = named(layer)
@@ -206,11 +187,9 @@ def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | No
         return _with_powers(queries, keys)
     biased = [name for name in BIASED if not any(getattr(layer, name, None) is one for one in (None, False))]
     if biased:
-        raise ParameterError(
-            f"{path}, whose scores are not only products of queries and keys ({biased[0]})",
-            "layers whose scores are Q Kᵀ · scale",
-            "leave the layer out of max_scores, or pass projections=function if its scores may be scaled",
-        )
+        given = f"{path}, whose scores are not only products of queries and keys ({biased[0]})"
+        cure = "leave the layer out of max_scores, or pass projections=function if its scores may be scaled"
+        raise ParameterError(given, "layers whose scores are Q Kᵀ · scale", cure)
     if named is None and hasattr(layer, "kv_b_proj") and hasattr(layer, "qk_nope_head_dim"):
         return _latent(path, layer, heads)
     norms = [name for name, child in layer.named_children() if NORM.match(name) and not isinstance(child, nn.Identity)]
@@ -218,11 +197,9 @@ def _find_parts(path: str, layer: nn.Module, heads: int, named: Projections | No
     norms += [name for name in BOUNDED if getattr(layer, name, None) is not None]
     norms += ["config.clip_qkv"] * (getattr(getattr(layer, "config", None), "clip_qkv", None) is not None)
     if norms:
-        raise ParameterError(
-            f"{path}, which normalises or clips queries or keys after their projections ({', '.join(norms)})",
-            "projections whose results are the queries and keys",
-            "leave the layer out of max_scores, since its scores are bounded already",
-        )
+        given = f"{path}, which normalises or clips queries or keys after their projections ({', '.join(norms)})"
+        cure = "leave the layer out of max_scores, since its scores are bounded already"
+        raise ParameterError(given, "projections whose results are the queries and keys", cure)
     return _find(path, layer, heads, named)
 
 
@@ -238,13 +215,11 @@ def _count_heads(layer: nn.Module) -> int | None:
 
 def _check_parameters(path: str, parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
-        if parameter.dtype not in FLOATS or hasattr(parameter, "placements"):
+        if parameter.dtype not in FLOAT_DTYPES or hasattr(parameter, "placements"):
             kind = "a DTensor" if hasattr(parameter, "placements") else str(parameter.dtype)
-            raise ParameterError(
-                f"a projection of {path} that is {kind}",
-                "whole parameters of float64, float32, bfloat16 or float16",
-                "clip the parameters that the optimizer updates, before they are divided or quantised",
-            )
+            allowed = "whole parameters of float64, float32, bfloat16 or float16"
+            cure = "clip the parameters that the optimizer updates, before they are divided or quantised"
+            raise ParameterError(f"a projection of {path} that is {kind}", allowed, cure)
 
 
 def _with_powers(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[ScaledView]:
@@ -271,16 +246,13 @@ def _find(path: str, layer: nn.Module, heads: int, named: tuple[str, str] | None
         return _with_powers(*_multi_head(layer))
     reason = f"it has {', '.join(name for name, _ in layer.named_children()) or 'no modules'}"
     if named is not None:
-        raise ParameterError(
-            f"projections={named!r} of {path}, a {type(layer).__name__} without these ({reason})",
-            "a pair of names of modules in the layer, of the query projection and of the key projection",
-            'names that the layer has, or no projections= if they are published names such as "q_proj" and "k_proj"',
-        )
-    raise ParameterError(
-        f"{path}, a {type(layer).__name__} whose query and key projections are not known ({reason})",
-        f"projections named {', '.join('/'.join(names) for names in SEPARATE)}",
-        "projections=(name of the query projection, name of the key projection), or a function that returns views",
-    )
+        given = f"projections={named!r} of {path}, a {type(layer).__name__} without these ({reason})"
+        allowed = "a pair of names of modules in the layer, of the query projection and of the key projection"
+        cure = 'names that the layer has, or no projections= if they are published names such as "q_proj" and "k_proj"'
+        raise ParameterError(given, allowed, cure)
+    given = f"{path}, a {type(layer).__name__} whose query and key projections are not known ({reason})"
+    cure = "projections=(name of the query projection, name of the key projection), or a function that returns views"
+    raise ParameterError(given, f"projections named {', '.join('/'.join(names) for names in SEPARATE)}", cure)
 
 
 def _rows(path: str, projection: nn.Module) -> list[Tensor]:
@@ -288,11 +260,9 @@ def _rows(path: str, projection: nn.Module) -> list[Tensor]:
     parameters = dict(projection.named_parameters())
     is_transposed = type(projection).__name__ == "Conv1D"  # of transformers: weight (in, out)
     if not parameters.keys() <= {"weight", "bias"} or not (isinstance(projection, nn.Linear) or is_transposed):
-        raise ParameterError(
-            f"{path}, a {type(projection).__name__} with the parameters {', '.join(parameters) or 'none'}",
-            "torch.nn.Linear, with a weight and at most a bias",
-            "merge adapters into the weights first, or pass projections=function that returns views by head",
-        )
+        given = f"{path}, a {type(projection).__name__} with the parameters {', '.join(parameters) or 'none'}"
+        cure = "merge adapters into the weights first, or pass projections=function that returns views by head"
+        raise ParameterError(given, "torch.nn.Linear, with a weight and at most a bias", cure)
     _check_parameters(path, parameters.values())
     weight = parameters["weight"]
     return [weight.mT if is_transposed else weight, *([parameters["bias"]] if "bias" in parameters else [])]
@@ -305,11 +275,8 @@ def _split(rows: Tensor, heads: int) -> Tensor:
 
 def _divide(path: str, rows: int, heads: int) -> int:
     if heads < 1 or rows % heads:
-        raise ParameterError(
-            f"a projection of {path} of {rows} rows for {heads} heads",
-            "the same number of rows for each head",
-            "projections=function that returns views of the projections by head",
-        )
+        given, allowed = f"a projection of {path} of {rows} rows for {heads} heads", "as many rows for each head"
+        raise ParameterError(given, allowed, "projections=function that returns views of the projections by head")
     return rows // heads
 
 

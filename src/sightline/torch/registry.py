@@ -10,18 +10,18 @@ they do without this library. So these calls are served in eager mode alone.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 from warnings import catch_warnings
 
 import torch
 from torch import _C, Tensor
-from torch.backends import mha
 from torch.library import Library
 from torch.nn import Parameter, attention
 
 from ..api.functions import attend
 from ..api.kernels import differentiate, make_plan
-from ..caching import store
+from ..arrays.caching import store_entry
 from ..call.backward_calls import BackwardInputs, BackwardPasses
 from ..call.kernel import GivenGradients, Gradients
 from ..call.problem import NUM_OPERANDS, parse, validate
@@ -33,6 +33,7 @@ from ..formula.parameters import structure_of
 from ..statistics import lse
 from .functional import convert_arguments
 from .interception import is_intercepted
+from .layer_calls import without_fast_path
 from .operator import autocast_disabled
 
 SDPA, FLASH = "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"
@@ -45,19 +46,19 @@ class ActiveOverrides:
     """The functions in the place of torch's kernels and of its fast path of layers, until `remove` is called."""
 
     def __init__(self) -> None:
-        self.had_fast_path = mha.get_fastpath_enabled()
+        self.fast_path = ExitStack()
         self.library: Library | None = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         add: Any = self.library.impl
         traced = [(FLASH, "CPU", _attend_below_autograd), (f"{FLASH}_backward", "CPU", _differentiate)]
         with catch_warnings(action="ignore"):  # torch warns that its own kernels are overridden
-            for name, dispatch_key, compute in ((SDPA, "AutogradCPU", _attend), (SDPA, "CPU", _attend), *traced):
+            for name, dispatch_key, compute in ((SDPA, "AutogradCPU", _run_sdpa), (SDPA, "CPU", _run_sdpa), *traced):
                 kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
                 add(name, _or_torch(compute, kernel), dispatch_key, with_keyset=True)
-        mha.set_fastpath_enabled(False)
+        self.fast_path.enter_context(without_fast_path())
 
     def remove(self) -> None:
         self.library = None
-        mha.set_fastpath_enabled(self.had_fast_path)
+        self.fast_path.close()
 
 
 def _or_torch(compute: Any, kernel: Any) -> Any:
@@ -74,11 +75,11 @@ def _or_torch(compute: Any, kernel: Any) -> Any:
     return run
 
 
-def _attend(*inputs: Any, scale: float | None = None, enable_gqa: bool = False) -> Any:
+def _run_sdpa(*inputs: Any, scale: float | None = None, enable_gqa: bool = False) -> Any:
     """Return the output. `inputs` are query, key, value, attn_mask, dropout_p and is_causal, without last defaults."""
-    inputs = *inputs, *DEFAULTS[len(inputs) - NUM_OPERANDS :], scale, enable_gqa
+    inputs = *inputs, *DEFAULTS[len(inputs) - NUM_OPERANDS :], scale, enable_gqa, "cpu"
     operands, options, without_batch = convert_arguments(*inputs)
-    output = attend(*operands, options.replace(kernel="cpu"))
+    output = attend(*operands, options)
     return output[0] if without_batch else output
 
 
@@ -101,7 +102,7 @@ def _attend_below_autograd(
 def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]:
     """Return the gradients of query, key and value. `inputs` are these, the results, dropout_p and is_causal."""
     query, key, value, output, sums, _, is_causal = inputs
-    options = _read(query, key, value, is_causal, **named).replace(seed=0)
+    options = _read(query, key, value, is_causal, **named).replace(seed=0, kernel="cpu")
     formulas, lse = (read_mask(options.mask), read_score(options.score)), sums.double().contiguous()
     structure = structure_of(*formulas)
     tables = tuple([table.array for table in structure.tables])
@@ -110,12 +111,12 @@ def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]
     def dispatch() -> tuple[Gradients, Any]:
         problem = validate(parse(query, key, value, options))
         given = GivenGradients(d_output, saved=(output, lse))
-        return differentiate(problem, make_plan(problem, "cpu"), given), formulas
+        return differentiate(problem, make_plan(problem), given), formulas
 
     with torch.no_grad(), autocast_disabled(output):
         if call_key not in _PASSES:
             problem = validate(parse(query, key, value, options))
-            store(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), limit=64)
+            store_entry(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), limit=64)
         arrays = (query, key, value), output, lse, d_output.contiguous(), None, tables
         found = _PASSES[call_key].differentiate(BackwardInputs(*arrays, structure.numbers, ()), dispatch)
     return [_order_heads_last(gradient) for gradient in found]

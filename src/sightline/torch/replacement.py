@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.backends import mha
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..arrays.caching import store_entry
 from ..call.kernel import choose
 from ..call.problem import parse, validate
 from ..errors import SightlineError, context
@@ -26,15 +26,13 @@ from ..reference.streaming import Streaming
 from .dispatch import kernels
 from .functional import check_operands, convert_arguments, scaled_dot_product_attention
 from .fused import Fused
+from .layer_calls import without_fast_path
 from .nested import is_nested
 
-NAME = "scaled_dot_product_attention"
-OWN_PACKAGES = ("sightline", "torch._C")  # modules that keep torch's function
-MAX_LINES = 12  # a printed `Replacement` lists this many different calls
-MAX_CACHED_REASONS = 4096
-
-
-Arguments = tuple[Any, ...]  # the eight arguments of torch's function, in the order of its signature
+SDPA_NAME = "scaled_dot_product_attention"
+EXCLUDED_MODULES = ("sightline", "torch._C")  # modules that keep torch's function
+MAX_LISTED_CALLS = 12  # a printed `Replacement` lists this many different calls
+SdpaArguments = tuple[Any, ...]  # the eight arguments of torch's function, in the order of its signature
 
 
 class ReplacedCall(NamedTuple):
@@ -51,7 +49,7 @@ class ReplacedCall(NamedTuple):
     needs_gradients: bool
 
     @classmethod
-    def of(cls, arguments: Arguments) -> ReplacedCall:
+    def of(cls, arguments: SdpaArguments) -> ReplacedCall:
         """Return the description of a call with these arguments."""
         query, key, value, attn_mask, dropout_p, is_causal, _, enable_gqa = arguments
         mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype)
@@ -105,7 +103,7 @@ class Replacement:
 
     def __repr__(self) -> str:
         served, left = self.served.total(), self.left.total()
-        lines = [f"calls of {NAME}: {served:,} served by sightline, {left:,} left to torch"]
+        lines = [f"calls of {SDPA_NAME}: {served:,} served by sightline, {left:,} left to torch"]
         lines += _format_counts(Counter({str(call): count for call, count in self.served.items()}))
         if left:
             reasons = Counter({f"{call}\n      {reason}": count for (call, reason), count in self.left.items()})
@@ -117,7 +115,7 @@ class Replacement:
 
 def _format_counts(counts: Counter[str]) -> list[str]:
     """Return one line for each of the most frequent entries, and one for the number of the others."""
-    lines = [f"  {count:,} × {text}" for text, count in counts.most_common(MAX_LINES)]
+    lines = [f"  {count:,} × {text}" for text, count in counts.most_common(MAX_LISTED_CALLS)]
     others = len(counts) - len(lines)
     return lines + [f"  and {others} other kinds of calls"] * (others > 0)
 
@@ -129,7 +127,6 @@ def _name(kind: Any) -> str:
 
 _lock = threading.Lock()
 _active: list[Replacement] = []
-_had_fast_path: list[bool] = []  # torch's setting before the first active context
 _reasons: dict[ReplacedCall, str | None] = {}  # the results of `_reason_to_leave`
 
 
@@ -137,9 +134,8 @@ _reasons: dict[ReplacedCall, str | None] = {}  # the results of `_reason_to_leav
 def replacing() -> Generator[Replacement]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by this library while the context lasts.
 
-    Use the context for programs that you cannot edit, such as models of transformers with attn_implementation="sdpa",
-    and `torch.nn.TransformerEncoder`. timm, diffusers and open_clip call the function too. The tests have a vision
-    transformer that is written as in timm, but not these three libraries.
+    Use the context for programs that you cannot edit, such as models of timm, diffusers, open_clip, and transformers
+    with attn_implementation="sdpa", and `torch.nn.TransformerEncoder`.
 
     The function is replaced in torch.nn.functional and in every loaded module that has imported it by name. torch's
     fast path of encoder layers does not call the function, so the context switches the fast path off. At padding,
@@ -171,34 +167,30 @@ def replacing() -> Generator[Replacement]:
       1 × query (1, 2, 5, 4), key (1, 2, 5, 4), value (1, 2, 5, 4), float32 on cpu
     """
     replacement = Replacement()
-    with _lock:
-        if not _active:
-            _had_fast_path.append(mha.get_fastpath_enabled())
-        _active.append(replacement)
     try:
         with _lock:
-            _set_references(torch_attention, _attend)
-            mha.set_fastpath_enabled(False)
-        yield replacement
+            _active.append(replacement)
+            _set_references(torch_attention, replacing_attend)
+        with without_fast_path():
+            yield replacement
     finally:
         with _lock:
             _active.remove(replacement)
             if not _active:  # contexts of several threads may end in any order
-                _set_references(_attend, torch_attention)
-                mha.set_fastpath_enabled(_had_fast_path.pop())
+                _set_references(replacing_attend, torch_attention)
 
 
 def _set_references(old: Any, new: Any) -> None:
     """Set every attribute of a loaded module that is the function `old` to `new`."""
     for module_name, module in list(sys.modules.items()):
-        if not module_name.startswith(OWN_PACKAGES):
+        if not module_name.startswith(EXCLUDED_MODULES):
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 if value is old:
                     setattr(module, name, new)
 
 
 @wraps(scaled_dot_product_attention, assigned=("__name__", "__doc__"))  # pickle needs this function's own place
-def _attend(
+def replacing_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -218,9 +210,7 @@ def _attend(
         return _ask_classes(tensors, arguments)
     call = ReplacedCall.of(arguments)
     if call not in _reasons:
-        if len(_reasons) >= MAX_CACHED_REASONS:
-            _reasons.clear()
-        _reasons[call] = _reason_to_leave(arguments)
+        store_entry(_reasons, call, _reason_to_leave(arguments), limit=4096)
     reason = _reasons[call]
     if reason is None:
         try:
@@ -238,26 +228,23 @@ def _attend(
     return torch_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
 
 
-def _ask_classes(tensors: Sequence[Any], arguments: Arguments) -> Tensor:
+def _ask_classes(tensors: Sequence[Any], arguments: SdpaArguments) -> Tensor:
     """Return the result of the `__torch_function__` of the tensors' classes.
 
-    Each class gets `_attend` as the function, because CausalBias compares it with the function in torch.nn.functional.
-    The default `__torch_function__` calls `_attend` again, and torch then does not ask the classes.
+    The classes receive `replacing_attend`, because CausalBias compares it with the function in torch.nn.functional. The
+    default `__torch_function__` calls `replacing_attend` again, and torch then does not ask the classes.
     """
-    output: Tensor = handle_torch_function(_attend, tensors, *arguments)
+    output: Tensor = handle_torch_function(replacing_attend, tensors, *arguments)
     return output
 
 
 def _is_tensor(array: Any) -> bool:
     """True for tensors with a shape. Calls with others, such as proxies of torch.fx, are left to torch."""
-    return (
-        isinstance(array, Tensor)
-        and not isinstance(array, UninitializedTensorMixin)
-        and not (array.is_nested and array.layout is torch.strided)
-    )
+    has_shape = isinstance(array, Tensor) and not isinstance(array, UninitializedTensorMixin)
+    return has_shape and not (array.is_nested and array.layout is torch.strided)
 
 
-def _reason_to_leave(arguments: Arguments) -> str | None:
+def _reason_to_leave(arguments: SdpaArguments) -> str | None:
     """Return why torch should compute the call; None if a generated kernel can."""
     try:
         check_operands(*arguments[:3])

@@ -14,9 +14,8 @@ try:
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 57):
         raise ImportError(f"transformers {transformers.__version__} is older than 4.57")
 except ImportError as error:
-    raise MissingExtraError(
-        f"sightline.transformers: {error}", "transformers 4.57 or later", 'pip install -U "transformers<6" torch'
-    ) from error
+    given = f"sightline.transformers: {error}"
+    raise MissingExtraError(given, "transformers 4.57 or later", 'pip install -U "transformers<6" torch') from error
 
 from .attention_interface import register
 from .compatibility import NAME

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..arrays.operations import is_traced
 from ..call.options import Options
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
@@ -17,22 +18,13 @@ from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
 from ..formula.tables import Table
 from ..statistics import weights
-from ..torch.layer_calls import LayerCall, attend
+from ..torch.layer_calls import LayerCall, attend_for_layer
 from ..torch.watching.attention_finder import is_watched
-from .compatibility import (
-    NAME,
-    PAGED_WINDOW,
-    allow_continuous_batching,
-    check_mask,
-    collects,
-    mask_arguments,
-    update_paged_cache,
-)
-from .masks_and_biases import FormulaMask, PositionBias, serve_position_biases, sightline_mask
+from . import compatibility
+from .decoding_cache import StoredTensor
+from .masks_and_biases import FormulaMask, PositionBias, Unpadding, serve_position_biases, sightline_mask
 from .model_contexts import ADDED_MASKS, add_masks
-from .presses import OBSERVED, as_rows
-from .unpadding import Unpadding
-from .wrapper_tensors import StoredTensor
+from .presses import OBSERVED
 
 b, h, i, j = (SYMBOLS[name] for name in "bhij")
 UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
@@ -51,7 +43,7 @@ def register() -> None:
 
     The mask function is needed: without one, transformers makes no mask, and attention ignores padding.
     """
-    for name in allow_continuous_batching(NAME):
+    for name in compatibility.allow_continuous_batching(compatibility.NAME):
         AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(name, _make_mask)
 
@@ -59,7 +51,7 @@ def register() -> None:
 def _make_mask(config: Any = None, **options: Any) -> Tensor | None:
     """Return the mask of a model's layers, which run after this call, and let these layers make `PositionBias`es."""
     serve_position_biases(type(config).__module__)
-    return sightline_mask(**mask_arguments(**options))
+    return sightline_mask(**compatibility.mask_arguments(**options))
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Any:
@@ -85,81 +77,63 @@ def sightline_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention for a layer of a transformers model, which calls this function.
 
-    Parameters
-    ----------
     module : the attention layer
-    query, key, value : (B, H, n, d_k), (B, G, m, d_k), (B, G, m, d_v)
-        Heads that query heads share are not repeated. If a `sightline.transformers.Cache` stores floats of another
-        dtype than the query's, attention is computed in the cache's dtype. If the cache is quantised, the dtype is the
-        query's, or float32 for a query in float64.
-    attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
-        A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
-        None hides nothing. A causal layer always has a mask.
-    dropout : float, default 0
-        The probability that a weight is dropped, in training only.
-    scaling : float, default 1/√d_k
-    softcap : float, optional
-        The cap t: a scaled score s becomes t tanh(s / t), before biases are added.
-    s_aux, position_bias : (H,) floats, and floats broadcastable to (B, H, n, m), optional
-        The sinks, and what is added to the scaled scores, both in logits.
-    cache : transformers.PagedAttentionCache, optional
-        In continuous batching, the cache that does not store the new keys yet. Transformers 5.24 and later store them
-        before this call. B is then 1, and n is the number of new tokens of all requests.
-    make_score : function (query, key, unpadding) that returns the score, a formula of the rows of the call, optional
-        `unpadding` is None unless query and key are the real tokens of a padded batch.
-    options
-        With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` raises an error. Other
-        options are ignored.
+    query, key, value : (B, H, n, d_k), (B, G, m, d_k), (B, G, m, d_v), without repeated heads. If a
+        `sightline.transformers.Cache` stores floats of another dtype than the query's, attention is computed in the
+        cache's dtype. If the cache is quantised, the dtype is the query's, or float32 for a query in float64.
+    attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m): booleans, True where the query attends to
+        the key, or logits, added to the scaled scores. None hides nothing; a causal layer always has a mask.
+    dropout : the probability that a weight is dropped, in training only
+    scaling : default 1/√d_k
+    softcap : the cap t: a scaled score s becomes t tanh(s / t), before biases are added
+    s_aux, position_bias : the sinks (H,), and what is added to the scaled scores, broadcastable to (B, H, n, m)
+    cache : in continuous batching, the PagedAttentionCache that does not store the new keys yet. Transformers 5.24 and
+        later store them before this call. B is then 1, and n is the number of new tokens of all requests.
+    make_score : returns the score, a formula of the rows of the call, for query, key and unpadding, which is None
+        unless query and key are the real tokens of a padded batch
+    options : with `output_attentions` the weights are returned; others than `UNSUPPORTED_ARGUMENTS` are ignored
 
-    Returns
-    -------
-    output : (B, n, H, d_v)
-    weights : (B, H, n, m), the weights before dropout, if the model returns attentions; else None
-        A layer in `RETURNED_HEADS` returns the weights of some heads. A layer under `pressing` returns the rows that
-        the press of kvpress reads.
-
-    Raises
-    ------
-    ParameterError
-        An argument of `UNSUPPORTED_ARGUMENTS` is not None. A causal layer with several queries has no mask.
-    SightlineError
-        Any other error that `sightline.attention` raises.
+    Returns the output (B, n, H, d_v), and the weights (B, H, n, m) before dropout if the model returns attentions, else
+    None. A layer in `RETURNED_HEADS` returns the weights of some heads, and a layer under `pressing` the rows that the
+    press of kvpress reads. Raise ParameterError for an unsupported argument, and for a causal layer with several
+    queries and no mask.
     """
     _refuse_unsupported(module, options, attention_mask, position_bias)
-    is_paged = cache is not None or PAGED_WINDOW in options
+    is_paged = cache is not None or compatibility.PAGED_WINDOW in options
     if is_paged:
         query, key, value, attention_mask = read_paged_cache(module, query, key, value, cache, options)
-    check_mask(module, query, attention_mask, options)
-    mask = _prepare_mask(module, attention_mask, options)
+    compatibility.check_mask(module, query, attention_mask, options)
+    is_compiled, mask = is_traced(query), attention_mask
+    if isinstance(mask, FormulaMask):
+        if is_compiled:
+            mask = mask.clone()  # the dense array
+        elif module not in ADDED_MASKS:
+            mask.warn_of_restarts(options.get("position_ids"))
 
     heads = RETURNED_HEADS[module][-1][module] if module in RETURNED_HEADS else None
-    needs_weights = heads != () and _needs_weights(module, options)
-    unpadding = None
-    if needs_weights or is_watched() or isinstance(key, StoredTensor):  # what has the padded shape
-        unpadding, query, key, value, mask = _pad(query, key, value, mask)
-    of_tokens = getattr(mask, "unpadding", None)
-    score, mask = _read_scores(
-        softcap, position_bias, mask, make_score and make_score(query, key, of_tokens), of_tokens
-    )
+    needs_weights = heads != () and _needs_weights(module, options, is_compiled)
+    is_stored, unpadding = isinstance(key, StoredTensor), getattr(mask, "unpadding", None)
+    if unpadding is not None and (needs_weights or is_stored or is_watched()):  # what has the padded shape
+        query, mask, of_tokens = unpadding.pad(query), mask.padded, None
+        if not is_stored:  # a cache stores padded rows
+            key, value = unpadding.pad(key), unpadding.pad(value)
+    else:
+        unpadding, of_tokens = None, unpadding
+    made = make_score and make_score(query, key, of_tokens)
+    score, mask = _read_scores(softcap, position_bias, mask, made, of_tokens)
     presses = OBSERVED.get(module, ()) if query.shape[-2] > 1 else ()  # kvpress evicts after the prompt alone
     returned = [weights()] if needs_weights else [statistic(query.shape[-2]) for statistic in presses[-1:]]
-    evicting = key.evicting if isinstance(key, StoredTensor) else None
-    observed = []
+    evicting, observed = key.evicting if isinstance(key, StoredTensor) else None, []
     if evicting is not None:
         has_padding = unpadding is not None or getattr(mask, "is_real", None) is not None
         observed = evicting.observed(query.shape[-2], has_padding)
         mask = _at_positions(mask)
 
-    attention_options = Options(
-        add_masks(module, mask, query, key),
-        score,
-        [*returned, *observed] or None,
-        scaling,
-        s_aux,
-        dropout if module.training else 0.0,
-    )
+    see, dropout = [*returned, *observed] or None, dropout if module.training else 0.0
+    formula = mask if is_compiled else add_masks(module, mask, query, key)
+    attention_options = Options(formula, score, see, scaling, s_aux, dropout)
     call = LayerCall("self", getattr(mask, "query_start", None), getattr(mask, "key_start", 0))
-    output, seen = attend(*_read_cache(query, key, value), call, attention_options)
+    output, seen = attend_for_layer(*_read_cache(query, key, value), call, attention_options)
     if evicting is not None:
         evicting.evict(query.shape[-2], *seen[len(returned) :])
     if unpadding is not None:
@@ -169,7 +143,7 @@ def sightline_attention(
         output = output.flatten(0, 1)[None]
     if not returned:
         return output, None if heads is None else query.new_empty(len(query), 0, query.shape[2], 0)
-    rows = as_rows(seen[0])
+    rows = seen[0] if seen[0].ndim == 4 else seen[0][:, :, None]  # as a press reads weights
     return output, rows[:, list(heads)] if heads is not None and needs_weights else rows
 
 
@@ -183,36 +157,13 @@ def _read_cache(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any,
     """
     if not isinstance(key, StoredTensor):
         return query, key, value
-    cache = key.cache
-    if cache.row_formats is None:
-        return query.to(getattr(torch, str(cache.dtype))), cache, None
-    return query.float() if query.dtype == torch.float64 else query, cache, None
-
-
-def _prepare_mask(module: nn.Module, mask: Any, options: dict[str, Any]) -> Any:
-    """Return the mask, dense in compiled code. Warn of a prompt whose positions restart, if no mask was added to it."""
-    if isinstance(mask, FormulaMask) and torch.compiler.is_compiling():
-        return mask.clone()  # the dense array
-    if isinstance(mask, FormulaMask) and module not in ADDED_MASKS:
-        mask.warn_of_restarts(options.get("position_ids"))
-    return mask
-
-
-def _pad(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Unpadding | None, Tensor, Tensor, Tensor, Any]:
-    """Return (unpadding, query, key, value, mask) of the padded batch. Without `unpadded`, unpadding is None."""
-    unpadding = getattr(mask, "unpadding", None)
-    if unpadding is None:
-        return None, query, key, value, mask
-    if not isinstance(key, StoredTensor):  # a cache stores padded rows
-        key, value = unpadding.pad(key), unpadding.pad(value)
-    return unpadding, unpadding.pad(query), key, value, mask.padded
+    wide = torch.float32 if query.dtype == torch.float64 else query.dtype
+    dtype = getattr(torch, str(key.cache.dtype)) if key.cache.row_formats is None else wide
+    return query.to(dtype), key.cache, None
 
 
 def _at_positions(mask: Any) -> Any:
-    """Return a dense mask (B or 1, H or 1, n, m) as a formula, which also reads it at the keys that a cache kept.
-
-    Other masks are unchanged.
-    """
+    """Return a dense mask (B or 1, H or 1, n, m) as a formula, which also reads it at the keys that a cache kept."""
     if isinstance(mask, FormulaMask) or not isinstance(mask, Tensor):
         return mask
     entry, head = (symbol if length > 1 else 0 for symbol, length in zip((b, h), mask.shape, strict=False))
@@ -223,18 +174,12 @@ def _refuse_unsupported(module: nn.Module, options: dict[str, Any], attention_ma
     """Raise ParameterError for an argument that changes the result and is not supported."""
     for name, meaning in UNSUPPORTED_ARGUMENTS.items():
         if options.get(name) is not None:
-            raise ParameterError(
-                f"{name}= of {type(module).__name__}: {meaning}",
-                "masks, biases, soft caps and one sink for each head",
-                'attn_implementation="eager" for this model',
-            )
+            given, cure = f"{name}= of {type(module).__name__}: {meaning}", 'attn_implementation="eager" for this model'
+            raise ParameterError(given, "masks, biases, soft caps and one sink for each head", cure)
     is_dense = position_bias is not None and not isinstance(position_bias, PositionBias)
     if is_dense and getattr(attention_mask, "unpadding", None) is not None:
-        raise ParameterError(
-            f"position_bias= of {type(module).__name__} in `unpadded`, where the bias does not fit the real tokens",
-            "layers without position biases in `unpadded`",
-            "call the model without `unpadded`",
-        )
+        given = f"position_bias= of {type(module).__name__} in `unpadded`, where the bias does not fit the real tokens"
+        raise ParameterError(given, "layers without position biases in `unpadded`", "call the model without `unpadded`")
 
 
 def _read_scores(
@@ -246,7 +191,7 @@ def _read_scores(
         formula = position_bias.formula
         score = _add_to_score(formula if unpadding is None else formula.rewrite(unpadding.symbols), score)
     elif position_bias is not None:
-        is_known = not position_bias.requires_grad and not torch.compiler.is_compiling()
+        is_known = not position_bias.requires_grad and not is_traced(position_bias)
         if not is_known or bool(position_bias.any()):  # T5 gives layers without biases an array of zeros
             score = _add_to_score(position_bias, score)
     if isinstance(mask, Tensor) and mask.is_floating_point():
@@ -262,11 +207,11 @@ def _add_to_score(added: Any, score: Any) -> Any:
     return added.with_scores(score if isinstance(score, Expression) else bias(score))
 
 
-def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
+def _needs_weights(module: nn.Module, options: dict[str, Any], is_compiled: bool) -> bool:
     """True if an option of the call, the model's configuration or a hook of transformers asks for the weights."""
     if getattr(getattr(module, "config", None), "output_attentions", False):
         return True
-    return bool(options.get("output_attentions")) if torch.compiler.is_compiling() else collects("attentions", options)
+    return bool(options.get("output_attentions")) if is_compiled else compatibility.collects("attentions", options)
 
 
 def read_paged_cache(
@@ -278,32 +223,22 @@ def read_paged_cache(
     If each request has one new token, the axis of tokens becomes the batch axis, and all batch entries share one array
     of keys. Then no query computes scores with the keys of another request.
 
-    Parameters
-    ----------
-    module : the attention layer
-    query : (1, H, n, d_k), the new tokens of one request after the other
-    key, value : (1, G, n, d)
+    query, key, value : (1, H, n, d_k), (1, G, n, d_k), (1, G, n, d_v), the new tokens of one request after the other
     cache : PagedAttentionCache, or None if it stores the new keys already
-    options
-        `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end, and
-        `read_index` and `write_index`, the places in the cache.
-
-    Raises
-    ------
-    ParameterError
-        `masking` adds a mask to the layer.
+    options : `cu_seq_lens_q` and `cu_seq_lens_k`, the places where the queries and keys of each request start and end,
+        and `read_index` and `write_index`, the places in the cache
     """
     if module in ADDED_MASKS:
         raise ParameterError("masking(...) in continuous batching", "the model's own masks", "call model.generate")
     n = query.shape[2]
     if cache is not None:
-        key, value = update_paged_cache(cache, module.layer_idx, key, value, options)
+        key, value = compatibility.update_paged_cache(cache, module.layer_idx, key, value, options)
     ends, key_ends = (options[name].long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     lengths = ends.diff()
     request = torch.repeat_interleave(lengths)
     last = torch.arange(len(request), device=query.device) + (key_ends - ends)[1:][request]
     start = key_ends[:-1][request]
-    width = options[PAGED_WINDOW]
+    width = options[compatibility.PAGED_WINDOW]
     first = start if width is None else torch.maximum(start, last - width + 1)
     row: Expression = i
     if n == len(lengths) == len(request):

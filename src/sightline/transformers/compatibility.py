@@ -72,9 +72,7 @@ def read_implementation(config: Any) -> str | None:
     return name.removeprefix(PAGED_PREFIX) if isinstance(name, str) else None
 
 
-def change_position_biases(
-    configuration: str, change: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-) -> None:
+def change_position_biases(configuration: str, change: Callable[[Any], Any]) -> None:
     """Replace the methods of layers that return position biases as those of T5 do, in a family of models.
 
     `configuration` is the module of the family's configuration, such as "transformers.models.t5.configuration_t5".

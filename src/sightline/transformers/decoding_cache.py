@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from ..arrays.operations import to_numpy
@@ -20,7 +21,7 @@ from ..kv_cache.argument_checks import read_owners
 from ..kv_cache.row_positions import find_rows
 from ..statistics import Statistic
 from .compatibility import CACHE, DynamicLayer, DynamicSlidingWindowLayer, positions_to_remove
-from .wrapper_tensors import StoredTensor
+from .masks_and_biases import WrapperTensor
 
 SLACK = 4  # a sliding layer stores up to 1 / SLACK of its window more than it needs, so it rarely copies positions
 
@@ -97,9 +98,8 @@ class Cache(DynamicCache):  # type: ignore[misc]
     ) -> None:
         KVCache(dtype=dtype)  # raises for other dtypes
         if not (evict is None or isinstance(evict, Policy)):
-            raise ParameterError(
-                f"evict={evict!r}", "a policy of sightline.eviction", "evict=sightline.eviction.SnapKV(budget=1024)"
-            )
+            allowed = "a policy of sightline.eviction"
+            raise ParameterError(f"evict={evict!r}", allowed, "evict=sightline.eviction.SnapKV(budget=1024)")
         if not (config is None or hasattr(config, "get_text_config")):
             raise _needs_config(f"config= of type {type(config).__name__}")
         super().__init__(config=config)
@@ -119,8 +119,8 @@ class Cache(DynamicCache):  # type: ignore[misc]
         """Append keys and values (B, G, t, d) to a layer, and return those that the layer's queries may attend to."""
         if layer_idx and (layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized):
             self._check_first_run(layer_idx)
-        keys, values = super().update(key_states, value_states, layer_idx, *arguments, **options)
-        return keys, values
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *arguments, **options)
+        return found
 
     def fork(self, counts: int | Sequence[int]) -> None:
         """Replace sequence b by counts[b] sequences that share the stored keys and values. An int counts for every b.
@@ -131,13 +131,11 @@ class Cache(DynamicCache):  # type: ignore[misc]
         """
         batch = next((len(layer.keys) for layer in self.layers if getattr(layer, "keys", None) is not None), None)
         if batch is None:
-            raise ParameterError(
-                f"fork({counts!r}) of an empty Cache", "a Cache with keys", f"model(ids, {CACHE}=cache) first"
-            )
+            given = f"fork({counts!r}) of an empty Cache"
+            raise ParameterError(given, "a Cache with keys", f"model(ids, {CACHE}=cache) first")
         owners = torch.from_numpy(read_owners(counts, batch))  # raises an error before a layer has changed
         for layer in self.layers:
-            shares = isinstance(layer, FullLayer) and not isinstance(layer, SlidingLayer)
-            if layer.is_initialized and shares:
+            if layer.is_initialized and isinstance(layer, FullLayer) and not isinstance(layer, SlidingLayer):
                 layer.fork(counts)
             elif layer.is_initialized:
                 layer.reorder_cache(owners)
@@ -162,27 +160,45 @@ class Cache(DynamicCache):  # type: ignore[misc]
             )
         before = self.layers[layer_idx - 1] if layer_idx <= len(self.layers) else None
         if isinstance(before, FullLayer) and before.appends > 1:
-            raise ParameterError(
-                f"one Cache for the self-attention and the cross-attention of layer {layer_idx - 1}",
-                "one Cache for self-attention and one for cross-attention",
-                f"{CACHE}=transformers.EncoderDecoderCache(Cache(), Cache())",
-            )
+            given = f"one Cache for the self-attention and the cross-attention of layer {layer_idx - 1}"
+            allowed = "one Cache for self-attention and one for cross-attention"
+            raise ParameterError(given, allowed, f"{CACHE}=transformers.EncoderDecoderCache(Cache(), Cache())")
 
 
 def _needs_config(given: str) -> ParameterError:
     return ParameterError(given, "the configuration of the model that uses the cache", "Cache(config=model.config)")
 
 
+class StoredTensor(WrapperTensor):
+    """A tensor (B, G, m, d) with the model's dtype and no entries, in place of keys or values in a `KVCache`.
+
+    A `sightline.transformers.Cache` that stores another dtype, evicts keys or was forked returns such tensors. A model
+    passes the tensor to its attention, and `sightline_attention` reads the `KVCache`. Other operations raise an error.
+
+    evicting : the layer of a `Cache` that evicts keys after attention
+    """
+
+    cache: KVCache
+    evicting: EvictingLayer | None = None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        stored = next(x.cache.dtype for x in tree_leaves((inputs, kwargs)) if isinstance(x, cls))
+        raise ParameterError(
+            f"{function} of keys or values in a sightline.transformers.Cache that stores {stored}, evicts keys, or was "
+            "forked",
+            'models that pass keys and values to attention unchanged, with attn_implementation="sightline"',
+            'model.set_attn_implementation("sightline"). For models that compute with the stored keys, as DeepSeek V3 '
+            "does, Cache() without dtype= and evict=, and cache.batch_repeat_interleave(count) in place of fork(count)",
+        )
+
+
 class FullLayer(DynamicLayer):  # type: ignore[misc]
     """The keys and values of a layer, in a `KVCache`.
 
-    Attributes
-    ----------
-    appends : int
-        The number of calls of `update`.
-    keys, values : (B, G, m, d); None before the first update
-        Views of the storage, or `StoredTensor`s if the cache stores another dtype than the model's or was forked. A
-        program that selects keys may assign other tensors.
+    appends : the number of calls of `update`
+    keys, values : (B, G, m, d), views of the storage, or `StoredTensor`s if the cache stores another dtype than the
+        model's or was forked; None before the first update. A program that selects keys may assign other tensors.
     """
 
     keys: Any
@@ -283,12 +299,7 @@ class FullLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class EvictingLayer(FullLayer):
-    """The keys and values of a layer. After a call of attention, a policy keeps some of them and drops the others.
-
-    Attributes
-    ----------
-    policy : Policy
-    """
+    """The keys and values of a layer. After a call of attention, a policy keeps some of them and drops the others."""
 
     def __init__(self, dtype: str | tuple[str, str] | None, policy: Policy) -> None:
         super().__init__(dtype)
@@ -299,11 +310,9 @@ class EvictingLayer(FullLayer):
         """Return the statistics, none or one, that attention of `count` queries has to record for the policy."""
         see = self.policy.see
         if see is None and has_padding:
-            raise ParameterError(
-                f"{self.policy!r}, which chooses keys by their positions alone, and texts with padding",
-                "texts of one length",
-                "generate for each text alone, or evict=sightline.eviction.SnapKV(budget=1024)",
-            )
+            given = f"{self.policy!r}, which chooses keys by their positions alone, and texts with padding"
+            cure = "generate for each text alone, or evict=sightline.eviction.SnapKV(budget=1024)"
+            raise ParameterError(given, "texts of one length", cure)
         return [] if see is None or not (self.policy.adds or self._evicts(count)) else [see]
 
     def evict(self, count: int, seen: Any = None) -> None:
@@ -332,13 +341,11 @@ class EvictingLayer(FullLayer):
         return is_due and int(rows.max(initial=0)) > self.policy.budget
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace sequence b by sequence beam_idx[b]."""
         super().reorder_cache(beam_idx)
         if self._sum is not None:
             self._sum = self._sum[beam_idx.cpu().numpy()]
 
     def fork(self, counts: int | Sequence[int]) -> None:
-        """Replace sequence b by counts[b] sequences that share what is stored."""
         super().fork(counts)
         if self._sum is not None:
             self._sum = np.repeat(self._sum, counts, axis=0)
@@ -346,14 +353,10 @@ class EvictingLayer(FullLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ParameterError unless `tokens_to_remove` is 0: keys that were evicted meanwhile cannot come back."""
         if positions_to_remove(tokens_to_remove, self.cache.max_length) != 0:
-            raise ParameterError(
-                f"crop({tokens_to_remove}) of a Cache with evict={self.policy!r}",
-                "generation without drafts",
-                "Cache() without evict=",
-            )
+            given = f"crop({tokens_to_remove}) of a Cache with evict={self.policy!r}"
+            raise ParameterError(given, "generation without drafts", "Cache() without evict=")
 
     def reset(self) -> None:
-        """Remove every position, and the storage."""
         super().reset()
         self._sum = None
 
@@ -361,8 +364,6 @@ class EvictingLayer(FullLayer):
 class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """The keys and values of a layer with a sliding window of w positions. The next query needs the last w − 1.
 
-    Attributes
-    ----------
     keys, values : the last w − 1 positions, or all stored positions after `activate_past_recording()`
     """
 
@@ -395,7 +396,6 @@ class SlidingLayer(FullLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._drop_earlier()
 
     def reset(self) -> None:
-        """Remove every position, and the storage."""
         super().reset()
         self.cumulative_length = 0
 

@@ -1,37 +1,122 @@
-"""Masks and position biases of transformers models as formulas, without n × m arrays."""
+"""Masks, position biases and padded batches of transformers models as formulas, without n × m arrays."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial, wraps
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
-from ..arrays.operations import to_numpy
-from ..caching import cached_property
+from ..arrays.caching import cached_property
+from ..arrays.operations import is_traced, to_numpy
 from ..errors import SightlineError
-from ..formula.expression import SYMBOLS, Expression, as_expression
+from ..formula.expression import SYMBOLS, Expression, as_expression, table_lookup
+from ..formula.formula_checks import check_spans
 from ..formula.from_function import to_formula
-from ..formula.library import relative_bias
+from ..formula.library import documents, relative_bias
 from ..formula.tables import Table
 from ..kv_cache.query_positions import without_later_keys
-from .compatibility import (
-    NAME,
-    bidirectional_mask_function,
-    causal_mask_function,
-    change_position_biases,
-    make_dense_mask,
-    read_implementation,
-)
-from .unpadding import Unpadding
-from .wrapper_tensors import WrapperTensor, call_dense
+from . import compatibility
 
 b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
+
+
+class Unpadding:
+    """The real tokens of a padded batch, one batch entry after the other. `real` (B, n) is False at padding."""
+
+    def __init__(self, real: Tensor) -> None:
+        self.B, self.n = real.shape
+        self.places = real.flatten().nonzero().squeeze(1)  # the place of each token in the flattened batch (B · n)
+        self.entries = self.places // self.n  # the batch entry of each token
+        self.columns = self.places % self.n  # the place of each token in its batch entry
+
+    def __len__(self) -> int:
+        """The number of real tokens."""
+        return len(self.places)
+
+    @cached_property
+    def documents(self) -> Expression:
+        """The mask of the sequence: a token attends to the tokens of its own batch entry."""
+        return documents(to_numpy(self.entries))
+
+    @cached_property
+    def symbols(self) -> Mapping[str, Expression]:
+        """For the symbols b, i, j, n and m of the padded batch, formulas of the positions i and j in the sequence."""
+        entry, column, length = Table(to_numpy(self.entries)), Table(to_numpy(self.columns)), as_expression(self.n)
+        return {"b": entry[i], "i": column[i], "j": column[j], "n": length, "m": length}
+
+    def translate(self, formula: Expression, heads: int) -> Expression:
+        """Return a formula of the padded batch as a formula of the sequence.
+
+        Raise ShapeError if an axis of a dense array has neither length 1 nor the length of the padded batch.
+        """
+        check_spans(formula, (self.B, heads, self.n, self.n))
+        return formula.rewrite(self.symbols, table_lookup(lambda table: table.without_axes("b", "i", "j")))
+
+    def flatten(self, array: Tensor) -> Tensor:
+        """Return an array (B, n), (B, n, d) or (B, H, n, d) with the axes (1, tokens) in place of (B, n).
+
+        An array that all entries share has length 1 in place of B. Arrays of other shapes are unchanged.
+        """
+        tokens = array.transpose(1, 2) if array.ndim == 4 else array
+        if tokens.ndim not in (2, 3, 4) or tokens.shape[1] != self.n or tokens.shape[0] not in (1, self.B):
+            return array
+        if tokens.shape[0] == self.B:
+            flattened = tokens.flatten(0, 1).index_select(0, self.places)[None]
+        else:
+            flattened = tokens[0].index_select(0, self.columns)[None]
+        return flattened.transpose(1, 2) if array.ndim == 4 else flattened
+
+    def pad(self, array: Tensor) -> Tensor:
+        """Return an array (1, tokens), (1, tokens, d) or (1, H, tokens, d) with axes (B, n) in place of (1, tokens).
+
+        The new entries at padding are 0. Arrays of other shapes are unchanged.
+        """
+        tokens = array.transpose(1, 2) if array.ndim == 4 else array
+        if tokens.ndim not in (2, 3, 4) or tokens.shape[:2] != (1, len(self)):
+            return array
+        padded = tokens.new_zeros(self.B * self.n, *tokens.shape[2:]).index_copy(0, self.places, tokens[0])
+        padded = padded.reshape(self.B, self.n, *tokens.shape[2:])
+        return padded.transpose(1, 2) if array.ndim == 4 else padded
+
+
+class WrapperTensor(Tensor):
+    """A tensor without entries. It has a shape, a dtype, a device and attributes.
+
+    Any other operation than the read of an attribute reads the dense tensor, which `dense()` returns.
+    """
+
+    dense: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: Any, device: Any, dtype: torch.dtype = torch.bool, **attributes: Any) -> Self:
+        tensor: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        vars(tensor).update(attributes)
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return call_dense(function, inputs, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({vars(self).get('formula', self.dtype)}, {tuple(self.shape)})"
+
+
+def call_dense(function: Any, inputs: Any, kwargs: Any) -> Any:
+    """Call a function with the dense tensor in place of each `WrapperTensor`."""
+
+    def dense(value: Any) -> Any:
+        return value.dense() if isinstance(value, WrapperTensor) else value
+
+    return function(*tree_map(dense, inputs), **tree_map(dense, kwargs or {}))
 
 
 class FormulaMask(WrapperTensor):
@@ -40,22 +125,13 @@ class FormulaMask(WrapperTensor):
     A model passes the mask unchanged from the mask function to the attention layers. If the model uses the mask in any
     other tensor operation, transformers' own code computes the dense array, and the operation reads that array.
 
-    Attributes
-    ----------
-    formula : Expression, optional
-        The mask as a formula of the rows i and j of the call. None if it hides nothing.
-    query_start : int
-        The position of the first query, counted from the first key.
-    key_start : int
-        The position of the first key in the sequence.
-    rule : Expression, optional
-        The mask without padding, as a formula of positions in the sequence. None if it hides nothing.
-    is_real : (B, n) bool tensor, optional
-        False at padding. Given if queries and keys are the same positions, and some of them are padding.
-    unpadding : Unpadding, optional
-        Given if the queries and keys of the call are only the real positions.
-    padded : FormulaMask, optional
-        Given with `unpadding`: the mask of the padded batch, which also hides every key from queries at padding.
+    formula : the mask as a formula of the rows i and j of the call; None if it hides nothing
+    query_start : the position of the first query, counted from the first key
+    key_start : the position of the first key in the sequence
+    rule : the mask without padding, as a formula of positions in the sequence; None if it hides nothing
+    is_real : (B, n), False at padding; given if queries and keys are the same positions, and some of them are padding
+    unpadding : given if the queries and keys of the call are only the real positions
+    padded : given with `unpadding`: the mask of the padded batch, which also hides every key from queries at padding
     """
 
     formula: Expression | None
@@ -109,7 +185,7 @@ class FormulaMask(WrapperTensor):
                 "attention_mask= and the cache, so that transformers separates the documents; or run the model in "
                 "`with sightline.transformers.masking(model, sightline.documents(lengths=[...])):`",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
 
     @cached_property
@@ -137,7 +213,7 @@ def sightline_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Callable[..., Any] = compatibility.causal_mask_function,
     attention_mask: Tensor | None = None,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
@@ -146,47 +222,26 @@ def sightline_mask(
 ) -> Tensor | None:
     """Return the mask of a model's layers. Transformers calls this function.
 
-    Parameters
-    ----------
-    batch_size, q_length, kv_length : int
-    q_offset, kv_offset : int
-        The positions of the first query and of the first key in the sequence.
-    mask_function : callable (batch, head, query, key)
-        It gets positions in the sequence, and returns True where the query attends to the key.
-    attention_mask : (B, length) bool, optional
-        False at padding.
-    allow_is_bidirectional_skip : bool, default False
-        If True, None is returned in place of a mask that hides nothing.
-    use_vmap : bool, default False
-        An option of transformers' function that makes the dense array.
+    q_offset, kv_offset : the positions of the first query and of the first key in the sequence
+    mask_function : function (batch, head, query, key) of positions, True where the query attends to the key
+    attention_mask : (B, length), False at padding
+    use_vmap : an option of transformers' function that makes the dense array
 
-    Returns
-    -------
-    FormulaMask, bool tensor (B, 1, n, m) or None
-        The mask is None if it hides nothing and `allow_is_bidirectional_skip` is true. The mask is a tensor while torch
-        compiles the model, if formulas cannot express the mask function, or if the mask hides nothing and must not be
-        None. Otherwise the mask is a `FormulaMask`.
+    The mask is None if it hides nothing and `allow_is_bidirectional_skip` is true. It is a tensor (B, 1, n, m) while
+    torch compiles the model, if formulas cannot express the mask function, or if the mask hides nothing and must not be
+    None. Otherwise it is a `FormulaMask`.
     """
-    make_dense: Callable[[], Tensor] = partial(
-        make_dense_mask,
-        q_length,
-        q_offset,
-        device,
-        batch_size=batch_size,
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        use_vmap=use_vmap,
-    )
-    if torch.compiler.is_compiling():
+    own = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function}
+    own |= {"attention_mask": attention_mask, "use_vmap": use_vmap}
+    make_dense: Callable[[], Tensor] = partial(compatibility.make_dense_mask, q_length, q_offset, device, **own)
+    if is_traced(attention_mask):
         return make_dense()
     real, stop = attention_mask, kv_offset + kv_length
     if real is not None:  # no key after the end of the padding mask is real
         real = torch.nn.functional.pad(real, (0, max(stop - real.shape[1], 0)))[:, kv_offset:stop]
     padding = None if real is None else padding_formula(real)
     query_start = int(q_offset) - kv_offset
-    if mask_function is bidirectional_mask_function:
+    if mask_function is compatibility.bidirectional_mask_function:
         rule, formula = None, padding
         if padding is None:
             return None if allow_is_bidirectional_skip else make_dense()
@@ -202,16 +257,10 @@ def sightline_mask(
             formula = formula if padding is None else formula & padding
     is_prompt = q_length == kv_length and query_start == kv_offset == 0
     has_padding = real is not None and padding is not None and bool(real.any())
-    return FormulaMask(
-        (batch_size, 1, q_length, kv_length),
-        device,
-        formula=formula,
-        dense=make_dense,
-        query_start=query_start,
-        key_start=kv_offset,
-        rule=rule,
-        is_real=real if is_prompt and has_padding else None,
-    )
+    position: dict[str, Any] = {"query_start": query_start, "key_start": kv_offset, "rule": rule}
+    position["is_real"] = real if is_prompt and has_padding else None
+    shape = batch_size, 1, q_length, kv_length
+    return FormulaMask(shape, device, formula=formula, dense=make_dense, **position)
 
 
 def _read_rule(mask_function: Callable[..., Any]) -> Expression | None:
@@ -276,10 +325,7 @@ class PositionBias(WrapperTensor):
     model uses the bias in any other tensor operation, the model's own code computes the dense array, and the operation
     reads that array, with its gradient.
 
-    Attributes
-    ----------
-    formula : Expression
-        The score s + bias as a formula of the rows i and j of the call, whose first query may be later than position 0.
+    formula : the score s + bias as a formula of the rows of the call, whose first query may be later than position 0
     """
 
     formula: Expression
@@ -303,12 +349,8 @@ def serve_position_biases(configuration: str) -> None:
     The function that makes masks calls this function, because a model requests its masks before its layers run. A class
     is changed if its method `compute_bias` has the arguments of T5's. With another `attn_implementation`, the changed
     method returns the model's own array, and also while torch.compile traces.
-
-    Parameters
-    ----------
-    configuration : the module of the family's configuration, such as "transformers.models.t5.configuration_t5"
     """
-    change_position_biases(configuration, _return_formulas)
+    compatibility.change_position_biases(configuration, _return_formulas)
 
 
 def _return_formulas(compute_bias: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -320,7 +362,7 @@ def _return_formulas(compute_bias: Callable[..., Tensor]) -> Callable[..., Tenso
         def make_dense() -> Tensor:
             return compute_bias(layer, query_length, key_length, device, past_seen_tokens)
 
-        if read_implementation(layer.config) != NAME or torch.compiler.is_compiling():
+        if compatibility.read_implementation(layer.config) != compatibility.NAME or is_traced(past_seen_tokens):
             return make_dense()
         farthest, start = layer.relative_attention_max_distance, int(past_seen_tokens)
         # one query in the middle of 2 · farthest + 1 keys has each distance once

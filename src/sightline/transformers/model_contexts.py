@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import Cache, PreTrainedModel
@@ -16,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from ..call.validation import read_mask
 from ..errors import ParameterError, context
 from ..formula.expression import Expression, conjoin
-from ..recording import select_names
+from ..statistics.recording import select_names
 from ..torch.layer_calls import check_module, registering, restore_on_exit, wrapping
 from ..torch.watching.call_recorder import is_cross_attention
 from .compatibility import (
@@ -28,37 +27,25 @@ from .compatibility import (
     read_implementation,
     uses_attention_interface,
 )
-from .masks_and_biases import FormulaMask, PositionBias, position_formulas
+from .decoding_cache import StoredTensor
+from .masks_and_biases import FormulaMask, PositionBias, Unpadding, position_formulas
 from .served_layers import LAYERS, is_served, serving_layers
-from .unpadding import Unpadding
-from .wrapper_tensors import StoredTensor
 
 
 def find_attention_layers(model: Any) -> dict[str, nn.Module]:
-    """Return the attention layers of a model in a dict by their path, such as "model.layers.0.self_attn".
+    """Return the attention layers of a model by their path, such as "model.layers.0.self_attn".
 
-    Raises
-    ------
-    ParameterError
-        `model` is not a module, or its attention neither uses transformers' attention interface nor is served.
+    Raise ParameterError if its attention neither uses transformers' attention interface nor is served.
     """
     check_module(model)
-    classes = set(map(type, model.modules()))
-    attention_classes = {kind for kind in classes if uses_attention_interface(kind) or is_served(kind)}
-    layers = {
-        name or type(model).__name__: module
-        for name, module in model.named_modules()
-        if type(module) in attention_classes
-    }
-    if not any(map(is_served, attention_classes)) and not (
-        layers and any(map(can_set_implementation, submodels(model)))
-    ):
-        raise ParameterError(
-            f"a {type(model).__name__} whose attention does not use transformers' attention interface",
-            f"models of transformers that support attn_implementation, or have layers of {', '.join(LAYERS)}",
-            "sightline.torch.replacing() for timm, diffusers and others, or sightline.attention in the model's code",
-        )
-    return layers
+    kinds = {kind for kind in map(type, model.modules()) if uses_attention_interface(kind) or is_served(kind)}
+    named = [(name, module) for name, module in model.named_modules() if type(module) in kinds]
+    if not any(map(is_served, kinds)) and not (named and any(map(can_set_implementation, submodels(model)))):
+        given = f"a {type(model).__name__} whose attention does not use transformers' attention interface"
+        allowed = f"models of transformers that support attn_implementation, or have layers of {', '.join(LAYERS)}"
+        cure = "sightline.torch.replacing() for timm, diffusers and others, or sightline.attention in the model's code"
+        raise ParameterError(given, allowed, cure)
+    return {name or type(model).__name__: module for name, module in named}
 
 
 def submodels(model: nn.Module) -> list[PreTrainedModel]:
@@ -75,20 +62,17 @@ def using_sightline(model: nn.Module) -> Iterator[None]:
     Some models change the value themselves, as Whisper does to return the times of tokens. The value is then set again
     before the model runs.
     """
-    configurations = collect_configurations(model)
-    able = [
-        submodel
-        for submodel in submodels(model)
-        if can_set_implementation(submodel) and any(map(uses_attention_interface, map(type, submodel.modules())))
-    ]
+    configurations, able = collect_configurations(model), []
     with ExitStack() as exit_stack:
         for config in configurations:
             exit_stack.enter_context(restore_on_exit(config, STORED_IMPLEMENTATION))
-        for submodel in able:
-            if read_implementation(submodel.config) != NAME:
-                submodel.set_attn_implementation(NAME)
         for submodel in submodels(model):
-            if submodel not in able and any(map(is_served, map(type, submodel.modules()))):
+            kinds = set(map(type, submodel.modules()))
+            if can_set_implementation(submodel) and any(map(uses_attention_interface, kinds)):
+                able.append(submodel)
+                if read_implementation(submodel.config) != NAME:
+                    submodel.set_attn_implementation(NAME)
+            elif any(map(is_served, kinds)):
                 setattr(submodel.config, STORED_IMPLEMENTATION, NAME)
         exit_stack.enter_context(serving_layers(model))
         chosen = [(config, getattr(config, STORED_IMPLEMENTATION)) for config in configurations]
@@ -206,11 +190,8 @@ def masking(model: nn.Module, mask: Any, *, layers: str | int | Sequence[str | i
         yield
         if not added.calls:
             what, cure = _explain_missing_calls(model)
-            raise ParameterError(
-                f"a mask for {len(modules)} attention layers that no layer read: {what}",
-                "a model that calls one of these layers in the `with` block",
-                cure,
-            )
+            given = f"a mask for {len(modules)} attention layers that no layer read: {what}"
+            raise ParameterError(given, "a model that calls one of these layers in the `with` block", cure)
 
 
 def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
@@ -227,8 +208,6 @@ def _explain_missing_calls(model: nn.Module) -> tuple[str, str]:
 def add_masks(module: nn.Module, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
     """Return the mask of a layer's call: the model's mask, joined with the masks that `masking` adds to the layer."""
     mask = attention_mask.formula if isinstance(attention_mask, FormulaMask) else attention_mask
-    if not ADDED_MASKS or torch.compiler.is_compiling():
-        return mask
     for added in ADDED_MASKS.get(module, ()):
         if isinstance(attention_mask, FormulaMask):
             mask = conjoin(mask, attention_mask.translate(added.rule, query.shape[1]))
@@ -286,15 +265,12 @@ def unpadded(model: nn.Module) -> Generator[None]:
                     "call the model without `unpadded`, with texts of similar length in a batch",
                 )
     if not layers:
-        raise ParameterError(
-            f"a {type(model).__name__} without a list of layers that have self-attention and no cross-attention",
-            "an encoder or a decoder whose layers are in a torch.nn.ModuleList",
-            "call the model without `unpadded`",
-        )
-    with ExitStack() as exit_stack:
-        exit_stack.enter_context(using_sightline(model))
-        for layer in layers:
-            exit_stack.enter_context(wrapping(layer, "forward", _forward_without_padding))  # inside the layer's hooks
+        given = f"a {type(model).__name__} without a list of layers that have self-attention and no cross-attention"
+        allowed = "an encoder or a decoder whose layers are in a torch.nn.ModuleList"
+        raise ParameterError(given, allowed, "call the model without `unpadded`")
+    with using_sightline(model), ExitStack() as exit_stack:
+        for layer in layers:  # inside the layer's hooks
+            exit_stack.enter_context(wrapping(layer, "forward", _forward_without_padding, in_compiled_code=False))
         yield
 
 
@@ -315,14 +291,12 @@ def _forward_without_padding(forward: Callable[..., Any], *inputs: Any, **option
     values = tree_flatten((inputs, options))[0]
     masks = [value.unpadded for value in values if isinstance(value, FormulaMask) and value.is_real is not None]
     unpadding = masks[0].unpadding if masks else None
-    if unpadding is None or torch.compiler.is_compiling():
+    if unpadding is None:
         return forward(*inputs, **options)
     if collects("router_logits", options):
-        raise ParameterError(
-            "output_router_logits=True in `unpadded`, where routers see no padding and models expect it",
-            "output_router_logits=False",
-            "call the model without `unpadded`, or with output_router_logits=False",
-        )
+        given = "output_router_logits=True in `unpadded`, where routers see no padding and models expect it"
+        allowed = "output_router_logits=False"
+        raise ParameterError(given, allowed, "call the model without `unpadded`, or with output_router_logits=False")
 
     def flatten(value: Any) -> Any:
         if isinstance(value, FormulaMask):
@@ -337,13 +311,7 @@ def _forward_without_padding(forward: Callable[..., Any], *inputs: Any, **option
 
 
 class PaddingCache:
-    """Stands for a transformers cache in a layer, and stores keys of real tokens in the places of the padded batch.
-
-    Parameters
-    ----------
-    cache : transformers.Cache
-    unpadding : Unpadding
-    """
+    """Stands for a transformers cache in a layer, and stores keys of real tokens in the places of the padded batch."""
 
     def __init__(self, cache: Cache, unpadding: Unpadding) -> None:
         self.cache, self.unpadding = cache, unpadding

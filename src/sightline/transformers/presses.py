@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ParameterError, context
@@ -27,7 +27,7 @@ def _last_rows(press: Any, n: int) -> Statistic:
 
 
 # by the press's class: the statistic whose rows the press gets in place of the weights (B, H, n, m)
-STATISTICS: dict[str, Callable[[Any, int], Statistic]] = {
+PRESS_STATISTICS: dict[str, Callable[[Any, int], Statistic]] = {
     "ObservedAttentionPress": lambda _, n: received(),  # the sum of all rows, as one row
     "SnapKVPress": _last_rows,
     "PyramidKVPress": _last_rows,
@@ -67,24 +67,18 @@ def pressing(model: PreTrainedModel, press: Any) -> Generator[None]:
     Distribution" (arXiv:2510.00636), for kvpress.
     """
     inner = press
-    while type(inner).__name__ not in STATISTICS and hasattr(inner, "press"):
+    while type(inner).__name__ not in PRESS_STATISTICS and hasattr(inner, "press"):
         inner = inner.press
     name = type(inner).__name__
-    if name not in STATISTICS:
-        raise ParameterError(
-            f"pressing with {name}",
-            f"{', '.join(STATISTICS)}",
-            "with press(model): ..., as kvpress documents, for a press that reads no weights",
-        )
+    if name not in PRESS_STATISTICS:
+        cure = "with press(model): ..., as kvpress documents, for a press that reads no weights"
+        raise ParameterError(f"pressing with {name}", f"{', '.join(PRESS_STATISTICS)}", cure)
     implementation = read_implementation(model.config)
     if implementation != "sightline":
-        raise ParameterError(
-            f'pressing of a model with attn_implementation="{implementation}"',
-            'attn_implementation="sightline"',
-            'model.set_attn_implementation("sightline")',
-        )
+        given = f'pressing of a model with attn_implementation="{implementation}"'
+        raise ParameterError(given, 'attn_implementation="sightline"', 'model.set_attn_implementation("sightline")')
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "o_proj")]
-    with ExitStack() as hooks, press(model), registering(OBSERVED, layers, partial(STATISTICS[name], inner)):
+    with ExitStack() as hooks, press(model), registering(OBSERVED, layers, partial(PRESS_STATISTICS[name], inner)):
         for layer in layers:
             hooks.callback(layer.register_forward_pre_hook(add_arguments, with_kwargs=True).remove)
             hooks.enter_context(wrapping(layer, "forward", _forward_without_alias))
@@ -106,8 +100,3 @@ def _forward_without_alias(forward: Callable[..., Any], *inputs: Any, **options:
     """Run a layer's `forward` without the second name of the cache, against which transformers warns."""
     alias = options.pop("past_key_values", None)
     return forward(*inputs, **{CACHE: alias} | options if alias is not None else options)
-
-
-def as_rows(seen: Tensor) -> Tensor:
-    """Return the result of a statistic, (B, H, m) or (B, H, rows, m), as (B, H, rows, m), as a press reads weights."""
-    return seen if seen.ndim == 4 else seen[:, :, None]

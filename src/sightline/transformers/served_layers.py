@@ -21,26 +21,24 @@ from ..formula.library import relative_bias
 from ..formula.tables import Table
 from ..torch.layer_calls import wrapping
 from .compatibility import NAME, attention_function, bidirectional_mask_function
-from .masks_and_biases import PositionBias, sightline_mask
-from .unpadding import Unpadding
+from .masks_and_biases import PositionBias, Unpadding, sightline_mask
 
 b, h, i, j, s = (SYMBOLS[name] for name in "bhijs")
 
 
 def is_served(kind: type) -> bool:
-    """True if `LAYERS` has a function for layers of this class."""
+    """True if layers of this class are computed by this library."""
     return _name(kind) in LAYERS
 
 
 @contextmanager
 def serving_layers(model: nn.Module) -> Iterator[None]:
-    """Compute the layers of `LAYERS` by this library while the context lasts; compiled code keeps their `forward`."""
+    """Run `REPLACED_METHODS` in place of the model's own methods in the context; compiled code runs its own."""
     with ExitStack() as exit_stack:
         for module in model.modules():
-            name = _name(type(module))
-            methods = {"forward": LAYERS[name]} if name in LAYERS else ENCODERS.get(name, {})
-            for method, compute in methods.items():
-                exit_stack.enter_context(wrapping(module, method, partial(_call, module, compute)))
+            for method, compute in REPLACED_METHODS.get(_name(type(module)), {}).items():
+                wrapper = partial(_call, module, compute)
+                exit_stack.enter_context(wrapping(module, method, wrapper, in_compiled_code=False))
         yield
 
 
@@ -52,11 +50,11 @@ def _name(kind: type) -> str:
 def _call(module: nn.Module, compute: Callable[..., Any], own: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Return `compute(module, own method, **all arguments of a call of that method)`.
 
-    The method itself runs in code that torch.compile traces, and if heads are masked, as transformers 4 can.
+    The method itself runs if heads are masked, as transformers 4 can.
     """
     given = inspect.signature(own).bind(*inputs, **options)
     given.apply_defaults()
-    if torch.compiler.is_compiling() or given.arguments.get("head_mask") is not None:
+    if given.arguments.get("head_mask") is not None:
         return own(*inputs, **options)
     return compute(module, own, **given.arguments)
 
@@ -170,15 +168,14 @@ def _attend_image(layer: Any, own: Any, output_attentions: Any = None, **named: 
 
 SAM = "sam.SamVisionAttention", "sam.SamVisionSdpaAttention"
 SAM_HQ = "sam_hq.SamHQVisionAttention", "sam_hq.SamHQVisionSdpaAttention"
-LAYERS: dict[str, Callable[..., Any]] = {
-    "deberta_v2.DisentangledSelfAttention": _attend_disentangled,
-    "mpnet.MPNetSelfAttention": _attend_mpnet,
-    **dict.fromkeys(("vitdet.VitDetAttention", *SAM, *SAM_HQ), _attend_image),
-}
-ENCODERS: dict[str, dict[str, Callable[..., Any]]] = {
+REPLACED_METHODS: dict[str, dict[str, Callable[..., Any]]] = {  # by class: what computes in place of its methods
+    "deberta_v2.DisentangledSelfAttention": {"forward": _attend_disentangled},
+    "mpnet.MPNetSelfAttention": {"forward": _attend_mpnet},
+    **{name: {"forward": _attend_image} for name in ("vitdet.VitDetAttention", *SAM, *SAM_HQ)},
     "deberta_v2.DebertaV2Encoder": {
         "get_rel_pos": lambda *_, relative_pos, **__: relative_pos,  # by default no n × n distances
         "get_attention_mask": _mask_keys,
     },
     "mpnet.MPNetEncoder": {"compute_position_bias": _make_relative_bias},
 }
+LAYERS = [name for name, methods in REPLACED_METHODS.items() if "forward" in methods]

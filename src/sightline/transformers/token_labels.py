@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..caching import cached_property
+from ..arrays.caching import cached_property
 from ..errors import ParameterError
-from ..recording import Tokens
+from ..statistics.recording import Tokens
+from ..torch.interception import in_eager_code
 from ..torch.layer_calls import wrapping
 from ..torch.watching.position_labels import frame_labels, patch_labels
 from .compatibility import cache_of
@@ -35,21 +35,13 @@ Ids = list[list[int | None]]  # for each batch entry the ids of its positions; N
 class Tokenizer:
     """The tokenizer of a model: a given one, or else the one in the folder that the model was loaded from.
 
-    Parameters
-    ----------
-    tokenizer : object with `convert_ids_to_tokens`, optional
-    name : str
-        `model.config.name_or_path`. The name is used if it is a folder, or a model in the local cache of
-        huggingface_hub. Nothing is downloaded.
+    name : `model.config.name_or_path`, used if it is a folder, or a model in the local cache of huggingface_hub
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         if tokenizer is not None and not hasattr(tokenizer, "convert_ids_to_tokens"):
-            raise ParameterError(
-                f"tokenizer of type {type(tokenizer).__name__}",
-                "a tokenizer of transformers",
-                "tokenizer=transformers.AutoTokenizer.from_pretrained(path)",
-            )
+            cure = "tokenizer=transformers.AutoTokenizer.from_pretrained(path)"
+            raise ParameterError(f"tokenizer of type {type(tokenizer).__name__}", "a tokenizer of transformers", cure)
         self.given, self.name = tokenizer, name
 
     @cached_property
@@ -75,10 +67,8 @@ class Tokenizer:
 
 def _local_folder(name: str) -> Path | None:
     """Return the local folder that has the files of a model; None if they are not on this machine."""
-    if not name:
-        return None
-    if Path(name).is_dir():
-        return Path(name)
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
     try:
         cached = try_to_load_from_cache(name, "tokenizer_config.json")
     except ValueError:  # `name` is no name of a model
@@ -113,20 +103,8 @@ class InputIds:
         return labels.get("", labels) or None
 
 
-def _length_without_padding(is_real: Tensor) -> int:
-    """Return the number of positions up to the last one that is not padding."""
-    places = is_real.nonzero()
-    return int(places[-1]) + 1 if len(places) else 0
-
-
 class TokenRecorder:
-    """Reads the ids of the tokens with which a model is called. `current` has the ids that are known so far.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    tokenizer : Tokenizer
-    """
+    """Reads the ids of the tokens with which a model is called. `current` has the ids that are known so far."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -156,9 +134,8 @@ class TokenRecorder:
     def _hook(self, side: str, module: nn.Module) -> Any:
         signature = inspect.signature(module.forward)
 
+        @in_eager_code  # a compiled model records nothing
         def read(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():  # a compiled model records nothing
-                return
             call_inputs = signature.bind_partial(*inputs, **options).arguments
             call_inputs |= call_inputs.pop("kwargs", {})
             ids, spectrogram = call_inputs.get("input_ids"), call_inputs.get("input_features")
@@ -185,7 +162,7 @@ class TokenRecorder:
         if generated is not None and generated.shape == (len(ids), count):
             rows = generated.tolist()  # a beam search reorders the sequences, so earlier ids are read again
         if isinstance(mask, Tensor) and mask.shape == (len(ids), count):
-            lengths = map(_length_without_padding, mask)
+            lengths = [max(row.nonzero().flatten().tolist(), default=-1) + 1 for row in mask]
             rows = [row[:length] + [PADDING] * (count - length) for row, length in zip(rows, lengths, strict=True)]
         known_start = self.current.start if side == "encoder" else start
         by_side = {**self.current.by_side, side: rows}

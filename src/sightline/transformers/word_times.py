@@ -34,12 +34,9 @@ class Word:
 
     Attributes
     ----------
-    text : str
-        The word with its punctuation, after a space where the language has spaces.
-    start, end : float
-        Seconds from the start of the audio, in steps of 0.02.
-    probability : float
-        The mean of the probabilities that the model gave to the word's tokens, after generation excluded some tokens.
+    text : the word with its punctuation, after a space where the language has spaces
+    start, end : seconds from the start of the audio, in steps of 0.02
+    probability : the mean of the probabilities of the word's tokens, after generation excluded some tokens
     """
 
     text: str
@@ -173,19 +170,14 @@ def word_timestamps(
     """
     heads = _check_model(model, options.get("generation_config"))
     waves = _check_audio(model, processor, audio, sampling_rate)
-    if given := [name for name in RESERVED if name in options]:
-        raise ParameterError(
-            f"{given[0]}={options[given[0]]!r}", "other options of model.generate", f"leave out {given[0]}="
-        )
+    for name in RESERVED:
+        if name in options:
+            raise ParameterError(f"{name}={options[name]!r}", "other options of model.generate", f"leave out {name}=")
     extractor = processor.feature_extractor
-    is_long = max(map(len, waves)) > extractor.n_samples
-    features = extractor(
-        waves,
-        sampling_rate=sampling_rate,
-        return_tensors="pt",
-        return_attention_mask=True,
-        **({"truncation": False, "padding": "longest"} if is_long else {}),
-    ).to(model.device, model.dtype)
+    wanted = {"sampling_rate": sampling_rate, "return_tensors": "pt", "return_attention_mask": True}
+    if max(map(len, waves)) > extractor.n_samples:
+        wanted |= {"truncation": False, "padding": "longest"}
+    features = extractor(waves, **wanted).to(model.device, model.dtype)
     options = {"return_timestamps": True, **options, "return_token_timestamps": True, "return_segments": True}
     with _returning(model, heads):
         found = model.generate(**features, **options)
@@ -196,11 +188,8 @@ def word_timestamps(
 def _check_model(model: Any, config: Any) -> list[tuple[int, int]]:
     """Return the alignment heads of the model as (layer, head); raise ParameterError if it has no valid ones."""
     if not isinstance(model, WhisperForConditionalGeneration):
-        raise ParameterError(
-            f"a model that is a {type(model).__name__}",
-            "transformers.WhisperForConditionalGeneration",
-            "WhisperForConditionalGeneration.from_pretrained(path)",
-        )
+        given, allowed = f"a model that is a {type(model).__name__}", "transformers.WhisperForConditionalGeneration"
+        raise ParameterError(given, allowed, "WhisperForConditionalGeneration.from_pretrained(path)")
     heads = getattr(config or model.generation_config, "alignment_heads", None)
     layers, count = model.config.decoder_layers, model.config.decoder_attention_heads
     if not heads or not all(0 <= layer < layers and 0 <= head < count for layer, head in heads):
@@ -217,24 +206,17 @@ def _check_model(model: Any, config: Any) -> list[tuple[int, int]]:
 def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> list[NDArray[Any]]:
     """Return the audio as a list of float32 arrays of one axis; raise ParameterError for arguments that do not fit."""
     if not isinstance(processor, WhisperProcessor):
-        raise ParameterError(
-            f"a processor that is a {type(processor).__name__}",
-            "transformers.WhisperProcessor, which has a feature extractor and a tokenizer",
-            "WhisperProcessor.from_pretrained(path)",
-        )
+        given = f"a processor that is a {type(processor).__name__}"
+        allowed = "transformers.WhisperProcessor, which has a feature extractor and a tokenizer"
+        raise ParameterError(given, allowed, "WhisperProcessor.from_pretrained(path)")
     extractor, bins = processor.feature_extractor, model.config.num_mel_bins
     if extractor.feature_size != bins:
-        raise ParameterError(
-            f"a processor of {extractor.feature_size} mel bins for a model of {bins}",
-            "the processor of the model's checkpoint",
-            "WhisperProcessor.from_pretrained(path)",
-        )
+        given = f"a processor of {extractor.feature_size} mel bins for a model of {bins}"
+        raise ParameterError(given, "the processor of the model's checkpoint", "WhisperProcessor.from_pretrained(path)")
     if sampling_rate != extractor.sampling_rate:
-        raise ParameterError(
-            f"sampling_rate={sampling_rate!r}",
-            f"{extractor.sampling_rate}, the rate of the processor",
-            f"scipy.signal.resample_poly(audio, {extractor.sampling_rate}, {sampling_rate})",
-        )
+        given = f"sampling_rate={sampling_rate!r}"
+        cure = f"scipy.signal.resample_poly(audio, {extractor.sampling_rate}, {sampling_rate})"
+        raise ParameterError(given, f"{extractor.sampling_rate}, the rate of the processor", cure)
     if isinstance(audio, (str, bytes, PathLike)):
         raise ParameterError(
             f"audio={audio!r}, a file",
@@ -247,11 +229,9 @@ def _check_audio(model: Any, processor: Any, audio: Any, sampling_rate: Any) -> 
     waves = [np.asarray(wave.cpu() if isinstance(wave, Tensor) else wave) for wave in audios]
     for wave in waves:
         if wave.ndim != 1 or wave.dtype.kind != "f" or not len(wave):
-            raise ParameterError(
-                f"audio of shape {wave.shape} and dtype {wave.dtype}",
-                "floats of shape (samples,), or a list of such arrays",
-                "audio.mean(channel_axis) for several channels, audio / 32768 for int16",
-            )
+            given = f"audio of shape {wave.shape} and dtype {wave.dtype}"
+            cure = "audio.mean(channel_axis) for several channels, audio / 32768 for int16"
+            raise ParameterError(given, "floats of shape (samples,), or a list of such arrays", cure)
     return [wave.astype(np.float32) for wave in waves]
 
 

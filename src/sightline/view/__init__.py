@@ -1,16 +1,4 @@
-"""Pictures of masks, scores and weights, in a terminal, in a notebook or as files (with matplotlib).
-
->>> import sightline
->>> print(sightline.causal().show(4).text(colour=False))
-i ≥ j   4 queries × 4 keys, 10 of 16 pairs allowed (62.5%)
-   ┌────────┐
- 0 │██ · · ·│
-   │████ · ·│
-   │██████ ·│
- 3 │████████│
-   └────────┘
-    0      3
-"""
+"""Pictures of masks, scores and weights, in a terminal, in a notebook or as files (with matplotlib)."""
 
 from .formula_pictures import Picture, formula_picture
 from .heatmaps import entropy_by_head, head_grid, heatmap, over_image

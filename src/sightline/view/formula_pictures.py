@@ -8,6 +8,7 @@ cells are sampled. The memory is proportional to the number of cells.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ParameterError
+from ..errors import MissingExtraError, ParameterError
 from ..formula.evaluate_array import evaluate_at
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_formula
@@ -26,6 +27,7 @@ from .terminal import Array
 
 SAMPLES_PER_SIDE = 8  # largest number of sampled points per side of a cell
 FILE_CELLS = 256  # largest number of cells per side of a picture in a file
+MAX_LINED_CELLS = 64  # largest number of queries and of keys at which lines separate the pairs of a picture in a file
 MAX_COUNTED_PAIRS = 1 << 20  # largest number of pairs at which the allowed pairs of a mask are counted
 
 
@@ -76,25 +78,12 @@ class Picture:
         head = f"{self.title}   {note}"
         return "\n".join([head] if len(head) <= 80 else [self.title, note]) + "\n" + "\n".join(lines)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the picture to a file and return the path. The ending .png, .svg or .pdf chooses the format.
+    def save(self, path: str | Path, *, dpi: float = 180, dark: bool = False, transparent: bool = False) -> Path:
+        """Write the picture to a file and return the path.
 
-        Parameters
-        ----------
-        path : str or Path
-
-        Returns
-        -------
-        Path
-
-        Raises
-        ------
-        MissingExtraError
-            matplotlib is not installed.
-        ParameterError
-            The path has another ending.
+        The parameters, the formats and the errors are those of `sightline.view.save`.
         """
-        return plotting.save(self.figure(), path)
+        return plotting.save(self.figure(), path, dpi=dpi, dark=dark, transparent=transparent)
 
     def figure(self) -> Any:
         """Return the picture as a matplotlib figure.
@@ -108,13 +97,9 @@ class Picture:
         if 0 not in (self.n, self.m):
             self._draw(axis, self.cells(min(self.n, FILE_CELLS), min(self.m, FILE_CELLS)))
         axis.set(xlabel="key j", ylabel="query i")
-        axis.set_title(self.title, loc="left", fontsize=10)
-        plotting.hide_frame(axis)
-        return axis.figure
+        return plotting.finish(axis, self.title).figure
 
     def _draw(self, axis: Any, values: Array) -> None:
-        from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
         values = _displayed_shares(values) if self.kind == "mask" else values
         limits = {"vmin": 0, "vmax": 1} if self.kind == "mask" else {}
         height, width = (_cell_edges(length, FILE_CELLS)[1] for length in (self.n, self.m))
@@ -128,13 +113,11 @@ class Picture:
             **limits,
         )
         axis.set(xlim=(-0.5, self.m - 0.5), ylim=(self.n - 0.5, -0.5))
-        for side in (axis.xaxis, axis.yaxis):
-            side.set_major_locator(MaxNLocator(5, integer=True))
-            side.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if max(self.n, self.m) <= MAX_LINED_CELLS:
+            plotting.draw_grid_lines(axis, self.n, self.m)
+        plotting.set_position_ticks(axis, "xy")
         if self.kind == "numbers" and np.isfinite(values).any():
-            bar = axis.figure.colorbar(image, ax=axis, shrink=0.8)
-            bar.outline.set_visible(False)
-            bar.ax.tick_params(labelsize=8, length=0)
+            plotting.add_colour_bar(axis, image, "")
 
     def _normalise(self, values: Array) -> tuple[Array, float, float]:
         """Return the cells as they are drawn, from 0 to 1, and the minimum and the maximum that the colours stand for.
@@ -162,18 +145,10 @@ class Picture:
     __repr__ = __str__
 
     def _repr_png_(self) -> bytes | None:
-        if not plotting.has_matplotlib():
-            return None
         buffer = BytesIO()
-        self.figure().savefig(buffer, format="png", dpi=110)
-        return buffer.getvalue()
-
-    def _repr_html_(self) -> str | None:
-        """Return the picture in block shades as HTML; None if matplotlib is installed, since notebooks show the PNG."""
-        if plotting.has_matplotlib():
-            return None
-        text = self.text(colour=False).replace("&", "&amp;").replace("<", "&lt;")
-        return f'<pre style="line-height: 1.1">{text}</pre>'
+        with suppress(MissingExtraError):
+            self.figure().savefig(buffer, format="png", dpi=110)
+        return buffer.getvalue() or None
 
 
 def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head: int = 0) -> Picture:

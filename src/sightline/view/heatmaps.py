@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays.operations import to_numpy
 from ..errors import ShapeError
-from ..recording import Seen
+from ..statistics.recording import Seen
 from . import plotting
 from .palette import LIGHT
 
@@ -20,8 +20,8 @@ Labels = Sequence[str]
 MAX_ANNOTATED = 14  # largest number of tokens per side at which every cell shows its weight by default
 MAX_LABELS = 64  # largest number of tokens per side at which every token is labelled
 MAX_CELLS = 512  # largest number of cells per side; more queries or keys are pooled
-DARKEST = 0.82  # the part of the light that a patch of weight 0 loses; the image stays visible there
-MAX_COLUMNS = 6  # largest number of heads in a row
+DARKEST = 0.82  # the part of the light that the patch of the smallest weight loses; the image stays visible there
+MAX_HEADS_IN_ROW = 6  # largest number of heads in a row
 IMAGE_GAP = 0.04  # between two images, in widths of an image
 CAPTION = 0.1  # height of a head's caption, as a share of the longer side of an image
 MAX_MAP_CELLS = 64  # largest number of cells per side of a small map; more queries or keys are pooled
@@ -43,7 +43,7 @@ def heatmap(
     Parameters
     ----------
     weights : (n, m) array; leading axes of length 1 are dropped
-        Weights of exactly 0, such as those of hidden pairs, are pale grey. Colours follow the square root of the
+        Weights of exactly 0, as of hidden pairs, are nearly of the background's colour. Colours follow the root of the
         weight, so that small weights are visible. More than 512 rows or columns are pooled: a cell then shows the mean
         of the weights that it covers.
     labels : sequence of str, or (labels of the queries, labels of the keys), optional
@@ -77,7 +77,7 @@ def heatmap(
     >>> weights.argmax(-1)  # a diagonal: each token attends to the token before it
     array([0, 0, 1, 2, 3, 4, 5])
     """
-    values = _as_matrix(weights)
+    values = plotting.as_matrix(weights, "(n, m), one head", "heatmap(weights[0, head])").astype(np.float64)
     rows, columns = values.shape
     sides = _split_labels(labels, values)
     size = min(max(0.42 * max(rows, columns), 3.2), 9.0)
@@ -86,20 +86,23 @@ def heatmap(
     annotated = max(rows, columns) <= MAX_ANNOTATED if annotate is None else annotate
     frame = (-0.5, whole[1] - 0.5, whole[0] - 0.5, -0.5)
     aspect = "equal" if max(whole) <= 4 * min(whole) else "auto"
-    image = plotting.draw_weights(axis, pooled(values, MAX_CELLS), frame, aspect)
+    image = plotting.draw_weights(axis, pool_cells(values, MAX_CELLS), frame, aspect)
     plotting.add_colour_bar(axis, image, "weight, coloured by its square root")
-    _label_sides(axis, sides, (rows, columns))
+    axis.set(xlabel="key", ylabel="query")
+    for name, side in zip("yx", sides, strict=True):
+        if side is None or len(side) > MAX_LABELS:
+            plotting.set_position_ticks(axis, name, side if whole == (rows, columns) else None)
+        else:
+            is_turned = name == "x" and (len(side) > MAX_ANNOTATED or max(map(len, side)) > 4)
+            plotting.set_labels(axis, name, side, float(np.clip(260 / len(side), 5, 9)), is_turned)
     if annotated and whole == (rows, columns):
         _annotate(axis, image, values)
     if max(whole) <= MAX_LABELS:
-        _draw_grid_lines(axis, rows, columns)
-    for name, side in zip("xy", sides[::-1], strict=True):
-        if side is None or len(side) > MAX_LABELS:
-            plotting.set_position_ticks(axis, name, side if whole == (rows, columns) else None)
+        plotting.draw_grid_lines(axis, rows, columns)
     return plotting.finish(axis, title)
 
 
-def pooled(values: Any, max_cells: int) -> Any:
+def pool_cells(values: Any, max_cells: int) -> Any:
     """Return the matrix `values` pooled to at most `max_cells` rows and columns.
 
     A pooled cell is the mean of a rectangle of the matrix; all rectangles have nearly equal sizes.
@@ -113,53 +116,25 @@ def pooled(values: Any, max_cells: int) -> Any:
     return values
 
 
-def _as_matrix(weights: Any) -> Array:
-    values: Array = np.asarray(plotting.drop_leading_axes(weights, 2), np.float64)
-    if values.ndim != 2 or 0 in values.shape:
-        raise ShapeError(f"weights of shape {np.shape(weights)}", "(n, m), one head", "heatmap(weights[0, head])")
-    return values
-
-
 def _split_labels(labels: Any, values: Array) -> tuple[Labels | None, Labels | None]:
     if labels is None:
         return None, None
-    sides = (
-        labels if isinstance(labels, tuple) and len(labels) == 2 and not isinstance(labels[0], str) else (labels,) * 2
-    )
+    is_pair = isinstance(labels, tuple) and len(labels) == 2 and not isinstance(labels[0], str)
+    sides = labels if is_pair else (labels, labels)
     if tuple(map(len, sides)) != values.shape:
-        raise ShapeError(
-            f"{len(sides[0])} and {len(sides[1])} labels for weights of shape {values.shape}",
-            "one label per query and per key",
-            "labels=(queries, keys) if the two sides differ",
-        )
+        given = f"{len(sides[0])} and {len(sides[1])} labels for weights of shape {values.shape}"
+        raise ShapeError(given, "one label per query and per key", "labels=(queries, keys) if the two sides differ")
     return tuple(list(map(plotting.token_label, side)) for side in sides)  # type: ignore[return-value]
 
 
-def _label_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: tuple[int, int]) -> None:
-    queries, keys = sides
-    axis.set(xlabel="key", ylabel="query")
-    size = [float(np.clip(260 / count, 5, 9)) for count in shape]
-    if queries is not None and shape[0] <= MAX_LABELS:
-        axis.set_yticks(range(shape[0]), queries, fontsize=size[0], parse_math=False)
-    if keys is not None and shape[1] <= MAX_LABELS:
-        long = shape[1] > MAX_ANNOTATED or max(map(len, keys)) > 4
-        axis.set_xticks(range(shape[1]), keys, fontsize=size[1], rotation=90 if long else 0, parse_math=False)
-
-
 def _annotate(axis: Any, image: Any, values: Array) -> None:
-    """Write each weight with two decimals into its cell, in black or white. A weight of 0 is written as a grey 0."""
-    for (i, j), value in np.ndenumerate(values):
-        text = "0" if value == 0 else f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
-        colour = plotting.text_colour(image, value) if value else LIGHT.muted
-        axis.text(j, i, text, ha="center", va="center", fontsize=7.5, color=colour)
-
-
-def _draw_grid_lines(axis: Any, rows: int, columns: int) -> None:
-    """Draw thin white lines between the cells."""
-    axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
-    axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
-    axis.grid(which="minor", color=LIGHT.ground, linewidth=0.8)
-    axis.tick_params(which="minor", length=0)
+    """Write each weight with two decimals into its cell. A weight of 0 is written as a grey 0."""
+    for place, value in np.ndenumerate(values):
+        if value:
+            text = f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
+            plotting.write_number(axis, image, place, value, text)
+        else:
+            axis.text(*place[::-1], "0", ha="center", va="center", fontsize=7.5, color=LIGHT.muted)
 
 
 def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None = None) -> Any:
@@ -168,9 +143,9 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
     Parameters
     ----------
     weights : (rows, columns) or (H, rows, columns) array; leading axes of length 1 are dropped
-        A number ≥ 0 for each patch. The light of a patch grows with the square root of its weight. A patch of weight 0
-        is dark. The patch with the largest weight of the head is unchanged, and this weight is written below the image.
-        Several heads are drawn as images side by side, at most six in a row.
+        A number ≥ 0 for each patch. In each head, the patch with the smallest weight is dark, and that with the largest
+        is unchanged; if all weights are equal, all patches are. Between them the light grows with the square root of
+        the weight minus the smallest. Both are written below the image. At most six heads are drawn side by side.
     image : (height, width), (height, width, 3) or (height, width, 4) array
         Grey values or colours as matplotlib takes them: integers from 0 to 255, or floats from 0 to 1. The patches
         divide the image into equal rectangles.
@@ -191,49 +166,35 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
     """
     values = np.asarray(plotting.drop_leading_axes(weights, 2), np.float64)
     if values.ndim not in (2, 3) or 0 in values.shape:
-        raise ShapeError(
-            f"weights of shape {np.shape(weights)}",
-            "(rows, columns) of patches, or (heads, rows, columns)",
-            "over_image(weights_of_one_query[..., num_prefix_tokens:].unflatten(-1, grid_size), image)",
-        )
+        given = f"weights of shape {np.shape(weights)}"
+        cure = "over_image(weights_of_one_query[..., num_prefix_tokens:].unflatten(-1, grid_size), image)"
+        raise ShapeError(given, "(rows, columns) of patches, or (heads, rows, columns)", cure)
     plotting.check_weights(values)
     pixels = plotting.drop_leading_axes(image, 3)
     if not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
-        raise ShapeError(
-            f"an image of shape {np.shape(image)}",
-            "(height, width), (height, width, 3) or (height, width, 4)",
-            "over_image(weights, image[0].permute(1, 2, 0)) for a tensor (1, 3, height, width)",
-        )
+        given = f"an image of shape {np.shape(image)}"
+        cure = "over_image(weights, image[0].permute(1, 2, 0)) for a tensor (1, 3, height, width)"
+        raise ShapeError(given, "(height, width), (height, width, 3) or (height, width, 4)", cure)
     height, width = pixels.shape[:2]
     heads = values.reshape(-1, *values.shape[-2:])
-    is_one, columns = len(heads) == 1, min(len(heads), MAX_COLUMNS)
+    is_one, columns = len(heads) == 1, min(len(heads), MAX_HEADS_IN_ROW)
     rows = -(-len(heads) // columns)
-    right, down = width * (1 + IMAGE_GAP), height * (1 + IMAGE_GAP) + (0 if is_one else max(height, width) * CAPTION)
+    right, down = width * (1 + IMAGE_GAP), height * (1 + IMAGE_GAP) + max(height, width) * CAPTION
     scale = (4.2 if is_one else 2.2) / max(height, width)  # inches for each pixel
     axis = plotting.new_axis(axis, columns * right * scale + 0.3, rows * down * scale + 0.5)
     for number, head in enumerate(heads):
         row, column = divmod(number, columns)
         frame = (column * right, column * right + width, row * down + height, row * down)
-        largest = _draw(axis, pixels, head, frame)
-        if not is_one:
-            axis.text(frame[0], frame[2] + height * 0.02, f"head {number}: {largest:.2g}", va="top", fontsize=8)
-    axis.set(
-        xlim=(0, columns * right - width * IMAGE_GAP), ylim=(rows * down - height * IMAGE_GAP, 0), xticks=[], yticks=[]
-    )
-    brightest = f"brightest patch {largest:.3g}" if is_one else "number: brightest patch"
-    axis.set_xlabel(f"{brightest}, dark 0; light by the square root of the weight", fontsize=8)
+        low, high = float(head.min()), float(head.max())
+        shade = np.zeros((*head.shape, 4))  # black; the last number is its opacity
+        shade[..., 3] = DARKEST * (1 - np.sqrt((head - low) / (high - low))) if high > low else 0
+        axis.imshow(pixels, cmap="gray", extent=frame)
+        axis.imshow(shade, extent=frame, interpolation="nearest")
+        text = f"{'' if is_one else f'head {number}: '}{low:.2g} to {high:.2g}"
+        axis.text(frame[0], frame[2] + height * 0.02, text, va="top", fontsize=8, color=LIGHT.ink)
+    axis.set(xlim=(0, columns * right - width * IMAGE_GAP), ylim=(rows * down - height * IMAGE_GAP, 0))
+    axis.set(xticks=[], yticks=[], xlabel="smallest: dark, largest: unchanged")
     return plotting.finish(axis, title)
-
-
-def _draw(axis: Any, pixels: Any, values: Any, frame: tuple[float, ...]) -> float:
-    """Draw the image with the shades of one head in a frame (left, right, bottom, top); return the largest weight."""
-    axis.imshow(pixels, cmap="gray", extent=frame)
-    largest = float(values.max())
-    shares = np.sqrt(np.maximum(values, 0) / largest) if largest > 0 else np.zeros_like(values)
-    shade = np.zeros((*values.shape, 4))  # black; the last number is its opacity
-    shade[..., 3] = DARKEST * (1 - shares)
-    axis.imshow(shade, extent=frame, interpolation="nearest")
-    return largest
 
 
 def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = None, title: str | None = None) -> Any:
@@ -252,7 +213,7 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
     -------
     matplotlib axis
         The colours of a map follow the square root of the weight, and are scaled by the largest weight of the head.
-        Weights of 0 are grey.
+        Weights of 0 are nearly of the background's colour.
 
     Raises
     ------
@@ -267,7 +228,7 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
     for row, layer in enumerate(layers):
         for column, head in enumerate(layer):
             frame = (column, column + 1 - MAP_GAP, row + 1 - MAP_GAP, row)
-            plotting.draw_weights(axis, pooled(head.astype(np.float64), MAX_MAP_CELLS), frame, "equal")
+            plotting.draw_weights(axis, pool_cells(head.astype(np.float64), MAX_MAP_CELLS), frame, "equal")
     axis.set(xlim=(0, heads - MAP_GAP), ylim=(len(layers) - MAP_GAP, 0), aspect="equal")
     _label_axes(axis, len(layers), heads, names, (1 - MAP_GAP) / 2)
     return plotting.finish(axis, title)
@@ -304,10 +265,9 @@ def entropy_by_head(
     image = axis.imshow(shown, cmap=plotting.colour_map(), vmin=0, aspect="auto", interpolation="nearest")
     plotting.add_colour_bar(axis, image, "mean entropy, nats")
     if max(values.shape) <= MAX_ANNOTATED_HEADS:
-        for (row, column), value in np.ndenumerate(values):
+        for place, value in np.ndenumerate(values):
             if np.isfinite(value):
-                colour = plotting.text_colour(image, value)
-                axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+                plotting.write_number(axis, image, place, value, f"{value:.2f}")
     _label_axes(axis, len(values), values.shape[1], names, 0)
     return plotting.finish(axis, title)
 
@@ -332,11 +292,8 @@ def _as_layers(weights: Any) -> list[Array]:
     layers = [plotting.drop_leading_axes(x, 3) for x in ([weights] if getattr(weights, "ndim", None) == 3 else weights)]
     for layer in layers:
         if layer.ndim != 3 or 0 in layer.shape:
-            raise ShapeError(
-                f"an array of shape {layer.shape}",
-                "(H, n, m) for each layer",
-                "[array[None]] for one head (n, m), weights[0] for the first of several texts",
-            )
+            cure = "[array[None]] for one head (n, m), weights[0] for the first of several texts"
+            raise ShapeError(f"an array of shape {layer.shape}", "(H, n, m) for each layer", cure)
     return layers
 
 
@@ -350,8 +307,7 @@ def _label_axes(axis: Any, layers: int, heads: int, names: Sequence[str] | None,
     """Label heads below the picture and layers at its left, at index + `middle`, with at most 48 labels per side."""
     if names is not None and len(names) != layers:
         raise ShapeError(f"{len(names)} names for {layers} layers", "one name for each layer", "names=None")
-    labels = list(map(str, range(layers))) if names is None else list(names)
-    for set_ticks, tick_labels in ((axis.set_xticks, list(map(str, range(heads)))), (axis.set_yticks, labels)):
-        at = range(0, len(tick_labels), -(-len(tick_labels) // 48))
-        set_ticks([k + middle for k in at], [tick_labels[k] for k in at], fontsize=8, parse_math=False)
+    for name, labels in (("x", range(heads)), ("y", range(layers) if names is None else names)):
+        step = -(-len(labels) // 48)
+        plotting.set_labels(axis, name, list(map(str, labels[::step])), 8, False, middle, step)
     axis.set(xlabel="head", ylabel="layer" if names is None else "")

@@ -29,6 +29,8 @@ class Theme:
     orange: str  # what a key receives; the other side of a comparison
     yellow: str  # tokens that a search found
     weights: tuple[str, ...]  # from the smallest weight to the largest, at equal distances
+    signed: tuple[str, ...]  # of numbers with a sign, from the most negative to the most positive
+    series: tuple[str, ...]  # of the lines and bars of one picture, in this order; only the first four may colour text
 
 
 LIGHT = Theme(
@@ -43,6 +45,8 @@ LIGHT = Theme(
     orange="#b84a00",
     yellow="#b58900",
     weights=("#dae6ef", "#bcd3e4", "#8ebbd8", "#5494c2", "#2469a2", "#0d4176", "#081d41"),
+    signed=("#7a3000", "#d07a3a", "#f0cfb4", "#f1efea", "#bcd3e4", "#5494c2", "#0d4176"),
+    series=("#0069a6", "#b84a00", "#007a5a", "#9a4a88", "#3d8fc4", "#c98a00", "#a79a00", "#7f7f7f", "#a8a6a0"),
 )
 DARK = Theme(
     ground="#141618",
@@ -56,13 +60,12 @@ DARK = Theme(
     orange="#e69f00",
     yellow="#f0e442",
     weights=("#22384a", "#1f4a6b", "#1f5980", "#347ea3", "#68a7b8", "#acd0cb", "#f7f4de"),
+    signed=("#f6c793", "#c4702e", "#573420", "#1d2023", "#1f4a6b", "#347ea3", "#acd0cb"),
+    series=("#56b4e9", "#e69f00", "#2fb58a", "#d68fc6", "#8ccaf0", "#f0c35e", "#d6cb3c", "#9a9a9a", "#6f6d68"),
 )
 THEMES = {"light": LIGHT, "dark": DARK}
 
-# colours of the lines and bars of one picture, in this order; only the first four may colour text
-SERIES = (LIGHT.blue, LIGHT.orange, "#007a5a", "#9a4a88", "#3d8fc4", "#c98a00", "#a79a00", "#7f7f7f", "#a8a6a0")
-# colours of numbers with a sign, from the most negative to the most positive
-SIGNED = ("#7a3000", "#d07a3a", "#f0cfb4", LIGHT.hidden, "#bcd3e4", "#5494c2", "#0d4176")
+SERIES, SIGNED = LIGHT.series, LIGHT.signed
 
 
 def rgb(colour: str) -> RGB:
@@ -86,6 +89,15 @@ def contrast(one: RGB, other: RGB) -> float:
     """Return the contrast (L₁ + 0.05) / (L₂ + 0.05) of two colours, from 1 to 21, where L₁ ≥ L₂ (WCAG 2.2)."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
+
+
+def dark_twins() -> dict[RGB, RGB]:
+    """Return the colour of the dark theme for each colour of the light theme. That of black is the colour of text."""
+    light, dark = (
+        [rgb(colour) for value in vars(theme).values() for colour in ([value] if isinstance(value, str) else value)]
+        for theme in (LIGHT, DARK)
+    )
+    return dict(zip(light, dark, strict=True)) | {(0, 0, 0): rgb(DARK.ink)}
 
 
 def text_on(colour: RGB) -> RGB:

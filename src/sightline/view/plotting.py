@@ -6,7 +6,7 @@ matplotlib is imported only when a picture is drawn.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import to_numpy
-from ..errors import DtypeError, MissingExtraError, ParameterError, name_file
+from ..errors import DtypeError, MissingExtraError, ParameterError, ShapeError, name_file
 from . import palette
 from .palette import LIGHT
 
-FORMATS = (".png", ".svg", ".pdf")
-
-
-def has_matplotlib() -> bool:
-    """Return True if matplotlib is installed."""
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -41,11 +34,8 @@ def new_figure(width: float, height: float) -> Any:
 
         from .styled_figure import StyledFigure
     except ImportError as error:
-        raise MissingExtraError(
-            "a request to draw a picture, without matplotlib",
-            "matplotlib 3.8 or later",
-            'pip install "sightline-attention[plot]"',
-        ) from error
+        given = "a request to draw a picture, without matplotlib"
+        raise MissingExtraError(given, "matplotlib 3.9 or later", 'pip install "sightline-attention[plot]"') from error
     return StyledFigure(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
 
 
@@ -88,6 +78,14 @@ def set_position_ticks(axis: Any, names: Any, labels: Any = None) -> None:
         axis.tick_params(axis=name, labelsize=8)
 
 
+def set_labels(
+    axis: Any, name: str, labels: Any, size: float, is_turned: bool, first: float = 0, step: int = 1
+) -> None:
+    """Label the positions first, first + step, ... of the direction `name`, "x" or "y". A $ is printed as a $."""
+    places, rotation = first + step * np.arange(len(labels)), 90 if is_turned else 0
+    getattr(axis, f"set_{name}ticks")(places, labels, fontsize=size, rotation=rotation, parse_math=False)
+
+
 def add_colour_bar(axis: Any, image: Any, label: str) -> None:
     """Draw a colour bar for the image beside the axis, with a label and without a frame."""
     bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
@@ -102,11 +100,25 @@ def text_colour(image: Any, value: float) -> str:
     return palette.to_hex(palette.text_on((int(red), int(green), int(blue))))
 
 
+def write_number(axis: Any, image: Any, place: tuple[int, int], value: float, text: str) -> None:
+    """Write a text into the cell (row, column) of an image, in black or white, also after a change of its colours."""
+    drawn = axis.text(*place[::-1], text, ha="center", va="center", fontsize=7.5, color=text_colour(image, value))
+    image.callbacks.connect("changed", lambda shown: drawn.set_color(text_colour(shown, value)))
+
+
+def draw_grid_lines(axis: Any, rows: int, columns: int, size: int = 1) -> None:
+    """Draw thin lines between cells of `size` × `size` pairs."""
+    axis.set_xticks(np.arange(columns + 1) * size - 0.5, minor=True)
+    axis.set_yticks(np.arange(rows + 1) * size - 0.5, minor=True)
+    axis.grid(which="minor", color=LIGHT.ground, linewidth=min(0.8, 16 / max(rows, columns)))
+    axis.tick_params(which="minor", length=0)
+
+
 def colour_map(colours: tuple[str, ...] = LIGHT.weights) -> Any:
-    """Return the colour map through these colours, which shows masked cells and NaN in the colour of hidden pairs."""
+    """Return the colour map through these colours. Masked cells have the colour of hidden pairs."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    return LinearSegmentedColormap.from_list("sightline", list(colours)).with_extremes(bad=LIGHT.hidden)
+    return LinearSegmentedColormap.from_list(" ".join(colours), list(colours)).with_extremes(bad=LIGHT.hidden)
 
 
 def draw_weights(axis: Any, cells: Any, frame: tuple[float, ...], aspect: str) -> Any:
@@ -129,13 +141,18 @@ def drop_leading_axes(array: Any, ndim: int) -> Any:
     with suppress(ValueError):  # of an object whose items differ in length
         array = np.asarray(to_numpy(array))
     if getattr(array, "dtype", np.dtype(object)).kind in "OSUMmc":
-        raise DtypeError(
-            f"a {type(given).__name__} to draw",
-            "arrays of numbers",
-            'matplotlib.image.imread(path) reads a file of an image; seen["weights"][0] of a recording are weights',
-        )
+        cure = 'matplotlib.image.imread(path) reads a file of an image; seen["weights"][0] of a recording are weights'
+        raise DtypeError(f"a {type(given).__name__} to draw", "arrays of numbers", cure)
     while array.ndim > ndim and array.shape[0] == 1:
         array = array[0]
+    return array
+
+
+def as_matrix(given: Any, allowed: str, cure: str) -> Any:
+    """Return the array as a matrix, without its leading axes of length 1; ShapeError if it is none, or is empty."""
+    array = drop_leading_axes(given, 2)
+    if array.ndim != 2 or 0 in array.shape:
+        raise ShapeError(f"an array of shape {array.shape}", allowed, cure)
     return array
 
 
@@ -143,12 +160,6 @@ def check_weights(weights: Any) -> None:
     """Raise ParameterError if a weight is negative, since it would have the colour of 0."""
     if (weights < 0).any():
         raise ParameterError(f"weights down to {weights.min():.3g}", "numbers from 0", "draw weights(), not scores()")
-
-
-def hide_upper_spines(axis: Any) -> None:
-    """Hide the border lines at the top and at the right of the axis, and draw its grid behind the data."""
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.set_axisbelow(True)
 
 
 def hide_frame(axis: Any) -> None:
@@ -164,13 +175,19 @@ def finish(axis: Any, title: str | None) -> Any:
     return axis
 
 
-def save(figure: Any, path: str | Path) -> Path:
-    """Write a matplotlib figure to a file, with 180 dots per inch. The ending .png, .svg or .pdf chooses the format.
+def save(figure: Any, path: str | Path, *, dpi: float = 180, dark: bool = False, transparent: bool = False) -> Path:
+    """Write a picture to a file. The ending .png, .svg or .pdf chooses the format.
 
     Parameters
     ----------
     figure : matplotlib figure, an axis of a figure, or a picture of a formula
     path : str or Path
+    dpi : float, default 180
+        The dots per inch of a PNG.
+    dark : bool, default False
+        True writes the picture in the colours of the dark theme. The figure itself stays as it is.
+    transparent : bool, default False
+        True leaves the background out.
 
     Returns
     -------
@@ -194,16 +211,14 @@ def save(figure: Any, path: str | Path) -> Path:
     """
     own = figure.figure() if callable(getattr(figure, "figure", None)) else getattr(figure, "figure", None)
     if own is None or not hasattr(own, "savefig") or not isinstance(path, str | PathLike):
-        raise ParameterError(
-            f"save of a {type(figure).__name__} to a {type(path).__name__}",
-            "what a function of sightline.view returned, and then a path",
-            'save(heatmap(weights), "picture.png")',
-        )
+        given = f"save of a {type(figure).__name__} to a {type(path).__name__}"
+        allowed = "what a function of sightline.view returned, and then a path"
+        raise ParameterError(given, allowed, 'save(heatmap(weights), "picture.png")')
     path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ParameterError(
-            f"a picture at {str(path)!r}", "a path ending in " + ", ".join(FORMATS), f"{path.stem}.png"
-        )
-    with name_file(path):
-        own.savefig(path, dpi=180)
+    if path.suffix.lower() not in SUFFIXES:
+        raise ParameterError(f"a picture at {str(path)!r}", f"a path ending in {', '.join(SUFFIXES)}", "picture.png")
+    from .styled_figure import dark_colours
+
+    with name_file(path), dark_colours(own) if dark else nullcontext():
+        own.savefig(path, dpi=dpi, transparent=transparent)
     return path

@@ -18,7 +18,7 @@ from .terminal import Array
 MAX_TILES = 512  # largest number of tiles per side; more queries or keys get larger tiles
 MAX_LINED_TILES = 64  # largest number of tiles per side at which lines separate the tiles
 EMPTY, PARTIAL, FULL = 0, 1, 2
-KINDS = {EMPTY: ("empty", LIGHT.hidden), PARTIAL: ("partial", LIGHT.weights[2]), FULL: ("full", LIGHT.blue)}
+TILE_KINDS = {EMPTY: ("empty", LIGHT.hidden), PARTIAL: ("partial", LIGHT.weights[2]), FULL: ("full", LIGHT.blue)}
 
 
 def tile_kinds(mask: Expression, n: int, m: int, block: int, *, batch: int = 0, head: int = 0) -> Array:
@@ -89,11 +89,8 @@ def tile_map(
     if formula is None:
         raise MaskError("mask=None, which has no tiles", "a condition", "tile_map(sightline.causal(), 1000)")
     if min(n, m, block) < 1 or min(batch, head) < 0:
-        raise ParameterError(
-            f"n={n}, m={m}, block={block}, batch={batch}, head={head}",
-            "n, m, block ≥ 1 and batch, head ≥ 0",
-            "tile_map(mask, 1000)",
-        )
+        given = f"n={n}, m={m}, block={block}, batch={batch}, head={head}"
+        raise ParameterError(given, "n, m, block ≥ 1 and batch, head ≥ 0", "tile_map(mask, 1000)")
     validate_extent(formula, n, m, batch, head)
     while -(-max(n, m) // block) > MAX_TILES:
         block *= 2
@@ -106,17 +103,13 @@ def tile_map(
 
 def _draw_tiles(axis: Any, kinds: Array, block: int) -> None:
     """Draw tiles of `block` × `block` pairs, each in the colour of its kind, and a legend of the kinds."""
-    from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     frame = (-0.5, kinds.shape[1] * block - 0.5, kinds.shape[0] * block - 0.5, -0.5)
-    colours = ListedColormap([colour for _, colour in KINDS.values()])
+    colours = plotting.colour_map(tuple(colour for _, colour in TILE_KINDS.values()))
     axis.imshow(kinds, cmap=colours, vmin=0, vmax=2, extent=frame, interpolation="nearest", aspect="auto")
     if max(kinds.shape) <= MAX_LINED_TILES:
-        for draw, count in ((axis.axvline, kinds.shape[1]), (axis.axhline, kinds.shape[0])):
-            for edge in range(1, count):
-                draw(edge * block - 0.5, color="white", linewidth=0.6)
-    patches = [
-        Patch(color=colour, label=f"{name} {(kinds == kind).mean():.1%}") for kind, (name, colour) in KINDS.items()
-    ]
+        plotting.draw_grid_lines(axis, kinds.shape[0], kinds.shape[1], block)
+    shares = {name: f"{(kinds == kind).mean():.1%}" for kind, (name, _) in TILE_KINDS.items()}
+    patches = [Patch(color=colour, label=f"{name} {shares[name]}") for name, colour in TILE_KINDS.values()]
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)

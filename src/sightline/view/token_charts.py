@@ -57,13 +57,13 @@ def arcs(
     MissingExtraError
         matplotlib is not installed.
     """
-    weights, where = (_as_matrix(array) for array in (weights, where))
+    cure = "arcs(top.weights[0, head], top.where[0, head], tokens)"
+    weights, where = (plotting.as_matrix(array, "(n, k), one head", cure) for array in (weights, where))
     n = max(len(weights), int(where.max(initial=-1)) + 1)
     if weights.shape != where.shape or (labels is not None and len(labels) < n):
         label_text = "" if labels is None else f" with {len(labels)} labels"
-        raise ShapeError(
-            f"weights {weights.shape} and where {where.shape}{label_text}", "both (n, k), and n labels", "arcs(*top)"
-        )
+        given = f"weights {weights.shape} and where {where.shape}{label_text}"
+        raise ShapeError(given, "both (n, k), and n labels", "arcs(*top)")
     starts, ends, sums = _merge_arcs(weights, where, n, least)
     axis = plotting.new_axis(axis, float(np.clip(0.3 * n + 1, 5, 11)), 3.8)
     _draw(axis, starts, ends, sums / max(sums.max(initial=0), 1e-9) if n > MAX_POSITIONS else sums)
@@ -75,17 +75,6 @@ def arcs(
     margin = 0.04 * max(back, ahead, 1)
     axis.set(xlim=(-0.8, n - 0.2), ylim=(-ahead - margin, back + margin))
     return plotting.finish(axis, title)
-
-
-def _as_matrix(given: Any) -> Array:
-    array: Array = plotting.drop_leading_axes(given, 2)
-    if array.ndim != 2:
-        raise ShapeError(
-            f"top entries of shape {array.shape}",
-            "(n, k), one head",
-            "arcs(top.weights[0, head], top.where[0, head], tokens)",
-        )
-    return array
 
 
 def _merge_arcs(weights: Array, where: Array, n: int, least: float) -> tuple[Array, Array, Array]:
@@ -125,9 +114,9 @@ def _label_tokens(axis: Any, labels: Sequence[str] | None, n: int, is_turned: bo
     if labels is None or n > MAX_LABELS:
         plotting.set_position_ticks(axis, "x")
         return False
-    shown, size = list(map(plotting.token_label, labels[:n])), float(np.clip(420 / n, 6, 9))
-    rotation = 90 if is_turned or max(map(len, shown)) * n > 90 else 0
-    axis.set_xticks(range(n), shown, rotation=rotation, fontsize=size, parse_math=False)
+    shown = list(map(plotting.token_label, labels[:n]))
+    is_turned = is_turned or max(map(len, shown)) * n > 90
+    plotting.set_labels(axis, "x", shown, float(np.clip(420 / n, 6, 9)), is_turned)
     return True
 
 
@@ -161,9 +150,8 @@ def received_by_key(
     values = np.atleast_2d(np.asarray(plotting.drop_leading_axes(received, 2), np.float64))
     if values.ndim != 2 or 0 in values.shape or (labels is not None and len(labels) != values.shape[1]):
         label_text = "" if labels is None else f" with {len(labels)} labels"
-        raise ShapeError(
-            f"received of shape {np.shape(received)}{label_text}", "(m,) or (H, m), one label per key", "received[0]"
-        )
+        given = f"received of shape {np.shape(received)}{label_text}"
+        raise ShapeError(given, "(m,) or (H, m), one label per key", "received[0]")
     m = values.shape[1]
     axis = plotting.new_axis(axis, float(np.clip(0.32 * m + 1.2, 4.5, 11)), 2.9)
     (_draw_bars if m <= MAX_LABELS else _draw_line)(axis, values)

@@ -14,7 +14,7 @@ from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s,
 from sightline.call import call_cache
 from sightline.call.problem import make_problem
 from sightline.gpu.launch.forward import uses_decode
-from sightline.testing import LAYOUTS, assert_conforms
+from sightline.reference.testing import LAYOUTS, assert_conforms
 from strategies import DTYPES, Case, cases
 
 

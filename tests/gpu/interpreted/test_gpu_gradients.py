@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings
-from triton.runtime.errors import OutOfResources
 
 import sightline
 import sightline.gpu.launch.backward
@@ -21,13 +20,10 @@ from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s,
 from sightline.api.kernels import solve
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import GivenGradients
-from sightline.gpu.configurations import Configuration
-from sightline.gpu.kernels import backward, backward_keys, backward_queries, table_gradient, tile_loop
+from sightline.gpu.kernels import backward, backward_keys, backward_queries, table_gradient, tile_loop, tile_ops
 from sightline.gpu.launch import tile_schedule
-from sightline.gpu.launch.arguments import to_operand
-from sightline.gpu.launch.launches import KernelLaunch
+from sightline.reference.testing import assert_within_budget
 from sightline.statistics import statistic_gradients
-from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
 
 streaming = sys.modules["sightline.reference.streaming"]
@@ -46,6 +42,7 @@ PROBLEMS = {
         {"shape": (1, 4, 20, 16), "groups": 2, "m": 57},
         {"mask": window(10, 3), "score": softcap(20.0), "sinks": np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)},
     ),
+    "grouped, a mask of each head": ("float32", {"shape": (1, 4, 40, 16), "groups": 2}, {"mask": i >= j + 5 * h - 9}),
     "biased, dropout": (
         "float64",
         {"shape": (2, 2, 20, 16), "d_v": 20},
@@ -182,26 +179,6 @@ def test_gradients_of_tables_with_statistics(triton_kernel, name, odd, rng):
         assert_within_budget(*map(to_numpy, each), name)
 
 
-def test_fewer_stages_where_memory_is_short():
-    """If the GPU has too little shared memory for the stages of a kernel, the launch retries with fewer."""
-    tried = []
-
-    class Short:
-        def __getitem__(self, grid):
-            def launch(num_stages, **_):
-                tried.append(num_stages)
-                if num_stages > 1:
-                    raise OutOfResources(num_stages, 1, "stages")
-
-            return launch
-
-    call = KernelLaunch(Short(), 1, {"query": to_operand(torch.zeros(1, 1, 1, 1))}, Configuration(16, 16, 4, 3))
-    call.launch()
-    assert tried == [3, 2, 1]
-    call.launch()
-    assert tried == [3, 2, 1, 1]  # the next launch begins with 1
-
-
 # -- hidden pairs -----------------------------------------------------------------------------------------------------
 
 
@@ -273,35 +250,32 @@ def test_weights_too_small_for_float16_are_no_0(any_kernel):
 
 FAULTS = {
     "forgotten δ": Fault(backward.compute_d_scores, "dp - delta", "dp"),
-    "forgotten dlse": Fault(backward.backward_preprocess, "d_lse is not None", "d_lse is None"),
+    "forgotten dlse": Fault(backward.backward_preprocess, "arrays.d_lse is not None", "arrays.d_lse is None"),
     "forgotten derivative of the score": Fault(
         backward.compute_d_scores,
-        "ds * formulas.score_derivative_at(raw, *pairs, params.tables)",
-        "ds + 0 * formulas.score_derivative_at(raw, *pairs, params.tables)",
+        "ds * formulas.score_derivative_at(raw, *pairs, tables)",
+        "ds + 0 * formulas.score_derivative_at(raw, *pairs, tables)",
     ),
     "a range of a mask missed": Fault(tile_loop.loop_over_tiles, "range(middle, stop)", "range(middle, stop - 1)"),
     "a tile of keys missed": Fault(backward_queries.process_key_range, "range(first, last)", "range(first, last - 1)"),
-    "wrong key head of a group": Fault(backward_queries.compute_block, "h // args.group", "h % (args.H // args.group)"),
+    "wrong key head of a group": Fault(tile_ops.load_query_block, "h // args.group", "h % (args.H // args.group)"),
     "dropped weights in dP": Fault(
         backward_queries.process_key_range,
-        "tl.where(keep, dp * block.dropout_scale, 0.0)",
-        "tl.where(keep, dp * block.dropout_scale, dp)",
+        "tl.where(keep, dp * queries.dropout_scale, 0.0)",
+        "tl.where(keep, dp * queries.dropout_scale, dp)",
     ),
     "a tile of queries missed": Fault(
         backward_keys.process_query_range, "range(first, last)", "range(first + 1, last)"
     ),
-    "wrong query heads of a group": Fault(
-        backward_keys.compute_block,
-        "range(g * args.group, (g + 1) * args.group)",
-        "range(g, args.H, args.H // args.group)",
-    ),
+    "a query head of a group missed": Fault(backward_keys.process_heads, "range(heads)", "range(heads - 1)"),
+    "wrong query heads of a group": Fault(backward_keys.compute_block, "g * args.group + part", "g + part"),
     "dropped weights in dV": Fault(backward_keys.process_query_range, "tl.where(keep, p, 0.0)", "p"),
     "the mask half transposed": Fault(tile_schedule._build_schedule, '"jimn"', '"jinm"'),
     "a slot too far": Fault(table_gradient.add_exactly, "exponent >> 3", "(exponent + 1) >> 3"),
     "a sign dropped": Fault(table_gradient.add_exactly, "tl.where(bits < 0, -number, number)", "number"),
 }
 
-SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half transposed", "a slot too far")
+RUN_BY_DEFAULT = ("forgotten δ", "wrong query heads of a group", "the mask half transposed", "a slot too far")
 
 
 def check_everything(kernel):
@@ -318,7 +292,7 @@ def test_what_faults_are_planted_in_passes(triton_kernel):
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=() if name in SEEN_DAILY else pytest.mark.soak) for name in FAULTS]
+    "fault", [pytest.param(name, marks=() if name in RUN_BY_DEFAULT else pytest.mark.soak) for name in FAULTS]
 )
 def test_every_fault_is_seen(fault, triton_kernel, plant):
     plant(FAULTS[fault])

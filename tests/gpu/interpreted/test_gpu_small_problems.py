@@ -22,7 +22,7 @@ from sightline.gpu.kernels.backward_keys import backward_keys
 from sightline.gpu.kernels.backward_queries import backward_queries
 from sightline.gpu.kernels.forward import forward
 from sightline.gpu.launch.bound_launches import BoundLaunches
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from strategies import Case
 from triton_interpreter import INTERPRETED
 
@@ -43,9 +43,9 @@ def tensor(array):
 
 # -- one NaN-safe launch -----------------------------------------------------------------------------------------------
 FAULTS = {
-    "a forward launch that is not NaN-safe": Fault(forward, "nonfinite_flags is None", "False"),
-    "a launch for queries that is not NaN-safe": Fault(backward_queries, "nonfinite_flags is None", "False"),
-    "a launch for keys that is not NaN-safe": Fault(backward_keys, "nonfinite_flags is None", "False"),
+    "a forward launch that is not NaN-safe": Fault(forward, "flags is None", "False"),
+    "a launch for queries that is not NaN-safe": Fault(backward_queries, "flags is None", "False"),
+    "a launch for keys that is not NaN-safe": Fault(backward_keys, "flags is None", "False"),
 }
 
 

@@ -13,7 +13,7 @@ from sightline.call.kernel import GivenGradients
 from sightline.call.problem import make_problem
 from sightline.gpu import Triton, configurations
 from sightline.gpu.configurations import Configuration
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from triton_interpreter import INTERPRETED
 
 KERNEL = Triton("interpreter") if INTERPRETED else Triton()

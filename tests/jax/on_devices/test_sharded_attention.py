@@ -17,10 +17,10 @@ from fault_planting import Fault, assert_found
 from sample_calls import draw_inputs
 from sightline import h, i, j, lse, s, table
 from sightline.call.kernel import Gradients, Result
+from sightline.call.partition import parts
 from sightline.errors import ParameterError, ShapeError, SightlineError
 from sightline.jax import distributed
-from sightline.partition import parts
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from strategies import Case
 
 B, D, D_V = 2, 8, 5
@@ -278,7 +278,7 @@ FAULTS = {
     "keys of a later device": Fault(COMPUTE_PARTS, "self.rank - distance", "self.rank + distance"),
     "queries from the first key": Fault(COMPUTE_PARTS, "_first(self.problem.queries, self.rank, span)", "first_key"),
     "blocks of a later device": Fault(COMPUTE_PARTS, "rank - distance", "rank + distance"),
-    "totals without factors": Fault(parts.combine, "factor * part.total", "part.total"),
+    "totals without factors": Fault(parts.add_parts, "factor * part.total", "part.total"),
 }
 
 

@@ -11,8 +11,8 @@ import sightline
 from distributed_calls import Distributed, Division, is_available, solve_without_heads
 from gradient_checks import check as check_gradients
 from sightline import h, i, j, m, n, s, table
+from sightline.reference.testing import assert_conforms, assert_within_budget
 from sightline.statistics import arrays_of
-from sightline.testing import assert_conforms, assert_within_budget
 from statistic_definitions import check as check_statistics
 from statistic_definitions import statistics, usable
 from strategies import DTYPES, Case, cases

@@ -22,9 +22,9 @@ from distributed_calls import NAMES, Distributed, Division, short_blocks
 from distributed_ranks import Ranks
 from fault_planting import Fault, plant
 from sightline import h, i, j, s, table
+from sightline.call.partition import needed_keys, parts
+from sightline.call.partition.parts import part_of
 from sightline.errors import ParameterError, RankError, SightlineError
-from sightline.partition import needed_keys, parts
-from sightline.partition.parts import part_of
 from sightline.torch.distributed import ring
 from sightline.torch.distributed.agreement import describe_array, describe_formula, describe_number
 from strategies import Case
@@ -218,17 +218,17 @@ def test_other_numbers_and_dtypes_have_other_descriptions():
 FAULTS = {
     "offset of keys": Fault(part_of, '("j", first_key)', '("j", first_key + (first_key > 0))'),
     "last shard dropped": Fault(needed_keys.Schedule.rounds, "range(1, self.size)", "range(1, self.size - 1)"),
-    "tile skipped": Fault(needed_keys._find_schedule, "ranges.count_tiles()", "ranges.count_tiles(ranges.first != 1)"),
+    "tile skipped": Fault(needed_keys._find_schedule, "ranges.find_covered()", "np.tril(ranges.find_covered(), -1)"),
     "statistics without the factors of the parts": Fault(
-        parts.combine,
+        parts.add_parts,
         "KeyPart(part.seen[k], part.keys, factor)",
         "KeyPart(part.seen[k], part.keys, xp.ones_like(factor))",
     ),
     "entropy without the logarithms of the factors": Fault(
-        parts.combine, "KeyPart(part.seen[k], part.keys, factor)", "KeyPart(part.seen[k], 0.0, factor)"
+        parts.add_parts, "KeyPart(part.seen[k], part.keys, factor)", "KeyPart(part.seen[k], 0.0, factor)"
     ),
     "output not rescaled": Fault(
-        parts.combine, "weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"
+        parts.add_parts, "weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"
     ),
     "keys of a block": Fault(parts.read_part, "key + first_key", "key"),
     "gradients returned to the wrong rows": Fault(

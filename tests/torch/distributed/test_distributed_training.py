@@ -25,7 +25,7 @@ import sightline.torch.distributed as distributed
 from benchmarks.peak_memory import peak_memory
 from distributed_calls import short_blocks
 from distributed_ranks import Ranks
-from sightline import h, i, j, s, table
+from sightline import h, i, j, p, s, table
 from sightline.errors import ParameterError
 from sightline.torch.distributed import ring
 
@@ -162,6 +162,31 @@ def differentiate_largest_scores(group):
 
 def test_largest_scores_beside_large_sinks_have_a_gradient(ranks):
     assert ranks.run(differentiate_largest_scores, size=2) == [True, True]
+
+
+def differentiate_distances(group, n, m, visible):
+    """Return whether the gradients of mean distances are those of one process. Keys from `visible` on are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, length, 4, generator=generator, dtype=torch.float64) for length in (n, m, m)]
+    whole[1][:, :, visible:] = whole[2][:, :, visible:] = float("nan")
+    options = {"mask": (i >= j) & (i < visible) & (j < visible), "see": [sightline.sum(p * abs(i - j), over=j)]}
+
+    def gradients(attend, arrays, **others):
+        sinks = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+        given = [*[x.clone().requires_grad_() for x in arrays], sinks]
+        output, (distances,) = attend(*given[:3], sinks=sinks, **options, **others)
+        return torch.autograd.grad(distances.sum() + 0 * output.sum(), given)
+
+    *expected, of_sinks = gradients(sightline.attention, whole)
+    *found, part = gradients(distributed.attention, [distributed.shard(x, group=group) for x in whole], group=group)
+    dist.all_reduce(part, group=group)
+    shards = [*[distributed.shard(x, group=group) for x in expected], of_sinks]
+    return [torch.allclose(x, y) for x, y in zip([*found, part], shards, strict=True)]
+
+
+@pytest.mark.parametrize(("n", "m", "visible"), [(12, 2, 12), (127, 129, 70)], ids=["a rank without keys", "NaN"])
+def test_statistics_of_a_ring_have_the_gradients_of_one_process(ranks, n, m, visible):
+    assert ranks.run(differentiate_distances, n, m, visible, size=2) == [[True] * 4] * 2
 
 
 def differentiate_twice(group):

@@ -66,13 +66,9 @@ WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # each field begins on its own lin
 class Buffer:
     """The memory of one running call: argument blocks, and the workspace that they point to.
 
-    Parameters
-    ----------
     blocks : (argument block, its fields, its workspace) of each function: kernel, search for tile ranges. The workspace
         has the fields that point into the buffer, and the length of each in 8-byte words.
 
-    Attributes
-    ----------
     array, view : the words of the buffer, as an array and as a view of the array
     addresses : the address of each field of the workspace
     starts : the index of each argument block
@@ -104,13 +100,9 @@ class Buffer:
 class LaunchRecord:
     """One record, and the buffer with the argument block of its kernel. One call uses it at a time.
 
-    Parameters
-    ----------
     call : the bound call
     sources : of each word that a call gives, an index of the values of the call, or `UNCHANGED`
 
-    Attributes
-    ----------
     address : the address of the record
     """
 
@@ -160,11 +152,11 @@ class LaunchRecord:
             fields |= {"first_numbers": search.first_numbers.ctypes.data, "num_numbers": len(call.numbers)}
         self.array[1:] = [fields.get(name, 0) for name in list(RECORD_FIELDS)[1:]]
 
-    def run_on_team(self, max_threads: int, threads: int | None, keep_alive: Any) -> None:
+    def run_on_team(self, max_threads: int, keep_alive: Any) -> None:
         """Run the kernel on several threads. Generated code calls this function while it uses the record."""
         call, buffer = self.call, self.buffer
         try:
-            count = min(thread_count(threads), max_threads)
+            count = min(thread_count(call.threads), max_threads)
             block = buffer.array[: call.template.size]
             call.processor.call(call.kernel, block, count, (keep_alive, call, buffer))
         except BaseException:  # after an interrupt, threads of the pool may still use the buffer
@@ -179,7 +171,7 @@ class Direct(NamedTuple):
     address : the address of a launch record
     makers : the functions that allocate the results
     computed : the words that Python computes, which are the same in every direct call
-    run_on_team : `LaunchRecord.run_on_team` with its first two arguments; None if one thread runs the kernel
+    run_on_team : `LaunchRecord.run_on_team` with its first argument; None if one thread runs the kernel
     record : the record, which this reference keeps alive
     """
 

@@ -13,22 +13,29 @@ threads is run by a function of Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..codegen.builder import Builder, Variable
-from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, DOUBLE, INT64, POINTER, VOID, Value
 from .launch_record import FIRST_COMPUTED, FIRST_NUMBER, FIRST_RESULT, NUM_VALUES, RECORD_FIELDS, Direct
 
 FAILED, SHORT = -1, -2  # statuses of a call whose kernel did not run
+# The functions of Python's C API that generated functions call. LLVM ends the process if one does not exist.
+PYTHON_API = frozenset(
+    {
+        *("PyBytes_FromStringAndSize", "PyCapsule_GetPointer", "PyDict_GetItem", "PyErr_Clear", "PyErr_Occurred"),
+        *("PyEval_RestoreThread", "PyEval_SaveThread", "PyFloat_AsDouble", "PyLong_AsLongLong", "PyLong_AsVoidPtr"),
+        *("PyLong_FromLongLong", "PyLong_FromVoidPtr", "PyObject_CallNoArgs", "PyObject_CallOneArg"),
+        *("PyObject_GetAttr", "PyObject_IsTrue", "PyObject_VectorcallMethod", "PyTuple_GetItem", "PyTuple_New"),
+        *("PyTuple_SetItem", "PyTuple_Size", "Py_DecRef", "Py_IncRef"),
+    }
+)
 
 
 class RecordCode:
     """Writes code that runs the kernel of a record.
 
-    Parameters
-    ----------
     builder : the function that the code is part of
     record : the address of the record
     """
@@ -106,11 +113,49 @@ class RecordCode:
         return value.get()
 
 
+class PythonFunction(Builder):
+    """Builds one function that Python calls directly, as a function of a C extension: the flag METH_FASTCALL.
+
+        PyObject *function(PyObject *capsule, PyObject **arguments, Py_ssize_t count)
+
+    The capsule points to the function's context, an array of 64-bit words. A word is a number, or the address of a
+    Python object or of a C function. The generated code itself has no such address, so that it can be stored on disk.
+
+    fields : the names and types of the context's words; the first one is `none`, the object None
+    """
+
+    def __init__(self, module: Any, name: str, fields: Mapping[str, Any]) -> None:
+        super().__init__(module, name, (POINTER, POINTER, INT64), POINTER)
+        capsule, self.given, self.count = self.arguments
+        context = self.call("PyCapsule_GetPointer", POINTER, capsule, self.null())
+        self.context = {name: context.at(8 * k).load(kind) for k, (name, kind) in enumerate(fields.items())}
+
+    def call(self, function: str | Value, result: Any, *values: Value) -> Value:
+        assert isinstance(function, Value) or function in PYTHON_API, function
+        return super().call(function, result, *values)
+
+    def argument(self, index: Any) -> Value:
+        """Return the address of a Python object, one of the function's arguments."""
+        return self.given.at(self.value(index, INT64) * 8).load(POINTER)
+
+    def type_of(self, object_: Value) -> Value:
+        """Return the type of a Python object: the last field of the object's head, whose size is in the context."""
+        return object_.at(self.context["head_size"] - 8).load(POINTER)
+
+    def return_none_if(self, condition: Value) -> None:
+        with self.if_then(condition):
+            self.call("Py_IncRef", VOID, self.context["none"])
+            self.return_(self.context["none"])
+
+    def return_null_if(self, condition: Value) -> None:
+        """If the condition is true, return null. Python then raises the error that is set already."""
+        with self.if_then(condition):
+            self.return_(self.null())
+
+
 class PreparedCode:
     """Writes code that runs a prepared call in a function that Python calls.
 
-    Parameters
-    ----------
     function : the function that the code is part of
     direct : a tuple `Direct`
     values : the address of `NUM_VALUES` words

@@ -17,11 +17,9 @@ import numpy as np
 
 from ...arrays.layouts import MAX_ARRAYS, MAX_AXES, NoTensor, Tensors
 from ..codegen.builder import Module
-from ..codegen.python_function import PYTHON_API
 from ..runtime.processor import HOST
-from .array_reader import ARRAY_OFFSETS, CONTEXT_FIELDS, DTYPE_OFFSETS
-from .direct_call import DirectCall
-from .launcher import Launcher
+from .direct_call import ARRAY_OFFSETS, CONTEXT_FIELDS, DTYPE_OFFSETS, DirectCall
+from .launcher import PYTHON_API, Launcher
 
 READ_TENSOR_INDEX = 5  # of `dltensor_from_py_object_no_sync` among the words of DLPackExchangeAPI
 DLPACK_MAJOR_VERSION = 1
@@ -80,7 +78,7 @@ def python_library() -> Any:
 
 
 def _has_known_structs() -> bool:
-    """True if NumPy's structs have the layout that `calls.array_reader` reads. Else arrays are read in Python.
+    """True if NumPy's structs have the layout that `calls.direct_call` reads. Else arrays are read in Python.
 
     The check follows an address in a struct only if NumPy's Python interface gives the same address.
     """
@@ -119,8 +117,6 @@ def _make_function(
 ) -> Callable[..., Any]:
     """Return a Python function that runs the code of a writer.
 
-    Parameters
-    ----------
     writer : builds `PyObject *function(PyObject *self, PyObject **arguments, Py_ssize_t count)`
     name : the name of the Python function
     key : what determines the code besides its sources

@@ -4,8 +4,8 @@
 
 The layout of a table is the stride of each axis in bytes, then the length of each axis. The outputs are arrays of some
 kernels only, such as statistics. The layout of an output is one stride. The words that change from call to call are
-adjacent, in the order of `call_words`. Their fields are the last ones, such as `FORWARD_CALL_FIELDS`. `pack` writes the
-block on the host, and `LoadedArguments` reads the block in the kernel.
+adjacent, in the order of `call_words`. Their fields are the last ones, such as `FORWARD_CALL_FIELDS`. `pack_fields`
+writes the block on the host, and `LoadedArguments` reads the block in the kernel.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _parameter_types(formulas: Sequence[Expression | None]) -> list[Type]:
     return [types[slot] for slot in range(len(types))]
 
 
-def pack(
+def pack_fields(
     fields: Mapping[str, Any],
     values: Mapping[str, Any],
     tables: Sequence[Any],

@@ -163,7 +163,7 @@ class Builder:
         return slot
 
     def alloca_array(self, kind: Type, count: int) -> Value:
-        """Allocate `count` elements on the stack, and return their address."""
+        """Return the address of a new array of `count` elements on the stack."""
         return self.alloca(f"[{count} x {kind}]")
 
     def scratch(self, kind: Type, count: int) -> Value:
@@ -228,12 +228,12 @@ class Builder:
 
     # -- control --------------------------------------------------------------------------------------------------
     @contextmanager
-    def loop(self, start: Any, stop: Any, step: int = 1, kind: Type = INT64) -> Iterator[Value]:
+    def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Value]:
         """Build `for index in range(start, stop, step)`, with step > 0, and yield the index.
 
         The condition is at the end of the body, and once before the loop, so that each iteration ends in one jump.
         """
-        index, stop = Variable(self, kind, start), self.value(stop, kind)
+        index, stop = Variable(self, INT64, start), self.value(stop, INT64)
         first = index.get()
         body, after = self.new_labels("body", "after")
         is_known = first.number is not None and stop.number is not None

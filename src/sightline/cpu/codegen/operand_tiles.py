@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .builder import CACHE_LINE_BYTES, Variable
-from .formats import FloatFormat
-from .packed_rows import PackedFormat
+from .formats import FloatFormat, PackedFormat
 from .register_tile import RegisterTiles
 from .values import BOOL, INT16, INT32, INT64, Value, vector
 

@@ -17,41 +17,34 @@ dQ, and the terms are added in the order of the splits. The number of splits fol
 (`launch.backward.Split`). So results are the same for any number of threads.
 
 The kernel does not treat NaN and ∞. A gradient that is not finite sets `nonfinite_flag`, and the caller discards the
-results.
+results. `GradientFunctions` writes the functions that compute P and dS.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from ...formula.derivative import derivative
 from ..codegen.abi import BACKWARD_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
-from ..codegen.values import DOUBLE, INT64, Value, vector
-from .block import ScoredPairs
+from ..codegen.values import DOUBLE, INT64, VOID, Value, vector
 from .kernel_spec import KEY_BLOCK, MAX_BYTES_PER_ITEM, round_up
 from .recomputed_weights import RecomputedWeights
 from .shared_tiles import SharedTiles, min_blocks_for_copy
-from .tables import TableGradientCode
+from .tile_functions import GradientFunctions, store_numbers
 
 MAX_QUERIES = 128  # the most queries whose blocks share tiles; 64 KB of their P and dS are kept
 
 
 class Backward(SharedTiles, RecomputedWeights):
-    """Write the backward kernel into a module.
-
-    `spec.roles` gives the role of each extra formula: statistics add the formula to dP ("weights") or to the gradient
-    of the score after the score formula ("scores"). `spec.table_gradients` lists the lookups whose tables need
-    gradients: (index of the lookup in `walk(score)`, slot of its table, True if only one split of the keys writes each
-    entry). The sums of these gradients follow the tables among the arguments: address, and bytes from split to split.
-    """
+    """Write the backward kernel into a module; see `GradientFunctions` for the fields of `spec` about formulas."""
 
     fields = BACKWARD_FIELDS
+    functions = GradientFunctions
+    own_formulas = ()
     do_t: Value  # dOᵀ[d][lane] of a block
     dq_t: Value  # dQᵀ[d][lane]
 
@@ -70,9 +63,9 @@ class Backward(SharedTiles, RecomputedWeights):
         self.p_rows, self.ds_rows = (tiles.scratch(KEY_BLOCK * self.number_row_bytes) for _ in range(2))
         self.ds_pairs = tiles.matrix(tiles.packed_length(KEY_BLOCK)) if self.paired else None  # pairs of keys
         self.lse, self.delta = tiles.variables(), tiles.variables()
+        self.lse_and_delta = tiles.matrix(2)  # the two rows that the functions of the formulas read
         rows = {"q_t": tiles.packed_length(spec.d_k), "do_t": tiles.packed_length(spec.d_v), "dq_t": spec.d_k}
         self.allocate_blocks(self.max_blocks, rows, [*self.lse, *self.delta])
-        self.prepare_derivatives()
 
     # -- items ----------------------------------------------------------------------------------------------------
     def process_item(self, item: Value) -> None:
@@ -242,16 +235,16 @@ class Backward(SharedTiles, RecomputedWeights):
                     operand.prefetch_next(self.block_number, self.num_blocks)
                 self.process_block(j0)
             with no, builder.loop(0, self.num_keys) as key:
-                zero = builder.value(0.0, self.vector)
-                for v in self.vectors:
-                    self.store_numbers(key, v, zero, zero)
+                for rows in self.numbers_of_block():
+                    for v in self.vectors:
+                        row = rows.at(key * self.number_row_bytes)
+                        store_numbers(self, row, v, builder.value(0.0, self.vector))
         self.add_to_rows(self.p_rows, self.do_rows, spec.d_v, self.args.d_value, j0)
         self.add_to_rows(self.ds_rows, self.q_rows, spec.d_k, self.args.d_key, j0)
 
     def process_block(self, j0: Value) -> None:
         """Compute P and dS of a block and a tile, and add the tile's terms to dQ."""
         tiles = self.tiles
-        self.evaluate_block()
         self.key.multiply_rows(self.q_t, functools.partial(tiles.store, self.s_t))
         self.value.multiply_rows(self.do_t, functools.partial(tiles.store, self.dp_t))
         self.write_by_mask(self.is_partial(), functools.partial(self.differentiate, j0))
@@ -262,114 +255,49 @@ class Backward(SharedTiles, RecomputedWeights):
         self.key.multiply_columns(matrix, self.add_to(self.dq_t), stride)
 
     def differentiate(self, j0: Value, masked: bool) -> None:
-        """Compute P and dS, which includes the scale, from Sᵀ and dPᵀ; add terms to the tables' gradients."""
-        builder, tiles, spec = self.builder, self.tiles, self.spec
-        step = 4 if spec.has_dropout else tiles.pair_size
-        self.transpose_tables(j0, 0 if masked else 1)
-        self.pad_keys(step, 0.0, self.s_t, self.dp_t)
-        with builder.loop(0, self.num_keys, step) as key:
-            keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
-            pairs_by_vector: list[list[tuple[Value, Value]]] = [[] for _ in self.vectors]
-            for k, pairs, p, s in self.compute_weights(j0, key, step, masked):
-                v, dropped, dp = pairs.v, p, tiles.load(self.dp_t, pairs.key, pairs.v)  # P after dropout
-                if keep_mask:
-                    factor = self.args.dropout_scale.to(self.float)
-                    dropped, dp = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, dp))
-                extra = self.evaluate_statistic_gradients(p, s, pairs)
-                dp = dp + extra["weights"] if "weights" in extra else dp
-                ds = self.compute_score_gradient(p, dp, extra.get("scores"), pairs)
-                pairs_by_vector[v].append((dropped, ds))
-            for v in self.vectors:
-                self.store_weights_and_gradients(key, v, pairs_by_vector[v])
-        for table_gradient in self.table_gradients:
-            table_gradient.store(j0)
+        """Call the function of `GradientFunctions` that computes P and dS from Sᵀ and dPᵀ."""
+        builder, tiles = self.builder, self.tiles
+        for v in self.vectors:
+            tiles.store(self.lse_and_delta, 0, v, self.lse[v].get())
+            tiles.store(self.lse_and_delta, 1, v, self.delta[v].get())
+        targets = *self.numbers_of_block(), self.ds_pairs or builder.null(), builder.value(self.number_row_bytes, INT64)
+        position = self.split, self.b, self.h, self.i0, j0, self.num_keys
+        inputs = builder.arguments[0], self.s_t, self.dp_t, self.lse_and_delta, *targets, *position
+        builder.call(GradientFunctions.names[masked], VOID, *inputs)
 
-    def evaluate_statistic_gradients(self, p: Value, s: Value, pairs: ScoredPairs) -> dict[str, Value]:
-        """Return by role what statistics add to dP ("weights") and to the gradient of S ("scores").
-
-        P and S are those of `compute_weights`.
-        """
-        gradients: dict[str, Value] = {}
-        for f, role in enumerate(self.spec.roles, start=2):
-            gradient = self.evaluate_formula(f, pairs.symbols | {"s": s}, pairs.key, pairs.v)
-            gradients[str(role)] = self.builder.where(p == 0.0, 0.0, gradient)
-        return gradients
-
-    def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, pairs: ScoredPairs) -> Value:
-        """Return dS of the pairs, which includes the scale.
-
-        `extra` is added to the gradient of the score after the score formula.
-        """
-        builder = self.builder
-        scale, delta = self.args.scale.to(self.float), self.delta[pairs.v].get()
-        if self.renderers[1] is None:
-            ds = p * builder.fma(dp, scale, -(delta * scale))
-            return ds if extra is None else builder.fma(extra, scale, ds)
-        d_score = p * (dp - delta) if extra is None else p * (dp - delta) + extra
-        d_score = builder.where(p == 0.0, 0.0, d_score)  # the derivative of a hidden score may be ∞
-        for table_gradient in self.table_gradients:
-            table_gradient.add(d_score, pairs)
-        slope = self.score_derivative.evaluate_formula(pairs.symbols, pairs.nodes).to(self.float)
-        slope = slope.broadcast(self.lanes)
-        return builder.where(p == 0.0, 0.0, d_score * slope * scale)
-
-    def store_weights_and_gradients(self, key: Value, v: int, pairs: list[tuple[Value, Value]]) -> None:
-        """Store P and dS of a few keys where the products read them."""
-        tiles = self.tiles
-        for k, (p, ds) in enumerate(pairs):
-            self.store_numbers(key + k, v, p, ds)
-        if self.ds_pairs is not None:
-            for k in range(0, len(pairs), 2):
-                joined = self.pack_pairs(pairs[k][1], pairs[k + 1][1])
-                tiles.at(self.ds_pairs, (key + k) // 2, v).store(joined, tiles.align)
-
-    def store_numbers(self, key: Value, v: int, p: Value, ds: Value) -> None:
-        """Store P and dS of one key and a vector of the block's queries."""
-        column = self.block_number * (self.tiles.block * self.number_bytes) + v * self.lanes * self.number_bytes
-        for target, numbers in ((self.p_rows, p), (self.ds_rows, ds)):
-            at = target.at(key * self.number_row_bytes + column)
-            if self.paired:
-                self.format.store(at, numbers)
-            else:
-                at.store(numbers, self.tiles.align)
+    def numbers_of_block(self) -> list[Value]:
+        """Return the addresses of the block's columns in `p_rows` and `ds_rows`."""
+        column = self.block_number * (self.tiles.block * self.number_bytes)
+        return [rows.at(column) for rows in (self.p_rows, self.ds_rows)]
 
     def add_to_rows(self, numbers: Value, rows: Value, width: int, target: Value, j0: Value) -> None:
         """Compute target[j][d] += Σ_i numbers[j][i] · rows[i][d], with vectors along d."""
         builder, tiles = self.builder, self.tiles
         vectors = round_up(width, self.lanes) // self.lanes
-        row_bytes = vectors * tiles.align
-        groups = -(-vectors // tiles.vectors)
-        edges = [vectors * k // groups for k in range(groups + 1)]
-        for first, last in itertools.pairwise(edges):
+        row_bytes, groups = vectors * tiles.align, -(-vectors // tiles.vectors)
+        one_block = (builder.minimum(self.args.n, tiles.block) + (tiles.pair_size - 1)) // tiles.pair_size
+        # the rows past the last query are 0: a block that is alone leaves them out
+        length = builder.where(self.num_blocks == 1, one_block, self.num_blocks * tiles.packed_length(tiles.block))
 
-            def write(key: Value, count: int, first: int = first, last: int = last) -> None:
-                keys = [builder.minimum(key + r, self.num_keys - 1) for r in range(count)]
-                addresses = [target.at((self.first_key_row + j0 + k) * row_bytes + first * tiles.align) for k in keys]
-                sums = [[Variable(builder, self.vector, 0.0) for _ in range(first, last)] for _ in range(count)]
-                bases = [numbers.at(k * self.number_row_bytes).freeze() for k in keys]
-                for address in addresses:
-                    for v in range(last - first):
-                        builder.prefetch(address.at(v * tiles.align))
-                columns, length = rows.at(first * tiles.align), self.num_blocks * tiles.packed_length(tiles.block)
-                tiles.accumulate(sums, bases, tiles.itemsize, columns, length, row_bytes)
-                for r in range(count):
-                    with builder.if_then(key + r < self.num_keys):
-                        for v, total in enumerate(sums[r]):
-                            at = addresses[r].at(v * tiles.align)
-                            at.store(at.load(self.vector) + total.get())
+        def write(group: Value, size: int, key: Value, count: int) -> None:
+            keys = [builder.minimum(key + r, self.num_keys - 1) for r in range(count)]
+            addresses = [target.at((self.first_key_row + j0 + k) * row_bytes).at(group) for k in keys]
+            sums = [[Variable(builder, self.vector, 0.0) for _ in range(size)] for _ in range(count)]
+            bases = [numbers.at(k * self.number_row_bytes).freeze() for k in keys]
+            for address in addresses:
+                for v in range(size):
+                    builder.prefetch(address.at(v * tiles.align))
+            tiles.accumulate(sums, bases, tiles.itemsize, rows.at(group), length, row_bytes)
+            for r in range(count):
+                with builder.if_then(key + r < self.num_keys):
+                    for v, total in enumerate(sums[r]):
+                        at = addresses[r].at(v * tiles.align)
+                        at.store(at.load(self.vector) + total.get())
 
-            tiles.for_each_row_group(self.num_keys, KEY_BLOCK, write)
-
-    # -- tables ---------------------------------------------------------------------------------------------------
-    def prepare_derivatives(self) -> None:
-        """Create the `Renderer` of d score / d s, and of d score / d entry for lookups whose tables need gradients.
-
-        The derivatives read the same table entries as the score, so the kernel has loaded these entries already.
-        """
-        score = self.formulas[1]
-        self.table_gradients: list[TableGradientCode] = []
-        if score is None:
-            return
-        self.score_derivative = self.make_renderer(derivative(score), self.float, ())
-        outputs = zip(self.args.outputs, self.spec.table_gradients, strict=True)
-        self.table_gradients = [TableGradientCode(self, score, sums, *gradient) for sums, gradient in outputs]
+        size, num_larger = divmod(vectors, groups)  # so many groups have one vector more
+        first_larger = (groups - num_larger) * size
+        for first, last, step in ((0, first_larger, size), (first_larger, vectors, size + 1)):
+            if first < last:
+                with builder.loop(first, last, step) as v:
+                    write_group = functools.partial(write, v * tiles.align, step)
+                    tiles.for_each_row_group(self.num_keys, KEY_BLOCK, write_group)

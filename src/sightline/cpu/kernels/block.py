@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...arrays.row_formats import RowFormat
 from ...call.gradient_parts import MAX_LSE
@@ -21,16 +21,20 @@ from ...formula.expression import Expression
 from ...reference.dropout import LOW_32_BITS, philox_rounds
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Module, Variable
-from ..codegen.formats import FloatFormat, format_of
+from ..codegen.formats import FloatFormat, PackedFormat, format_of
 from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
-from ..codegen.packed_rows import PackedFormat
 from ..codegen.register_tile import RegisterTiles
 from ..codegen.render_llvm import NodeValues, Renderer
-from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, vector
+from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, POINTER, VOID, Value, vector
 from ..runtime.machine import Machine
 from .kernel_spec import KEY_BLOCK, KernelSpec
 from .tables import TileTables
+
+if TYPE_CHECKING:
+    from .tile_functions import TileFunctions
+
+OUTPUTS_FUNCTION = "sightline_find_outputs"  # see `tile_functions`
 
 
 class ScoredPairs(NamedTuple):
@@ -58,6 +62,7 @@ class Block:
     s_t: Value  # Sᵀ[key][lane]
     num_keys: Value  # number of keys in the current tile
     own_formulas: Container[int] = range(1 << 30)  # which formulas (mask, score, extra formulas) this code evaluates
+    functions: type[TileFunctions] | None = None  # the code that evaluates formulas, if they are functions
     split: Value  # index of the split of the keys, in kernels that split the keys
     tile_range: Value  # index of the tile range in `loop_tiles`
 
@@ -163,6 +168,12 @@ class Block:
         format = self.value_format if operand_index == 2 else self.key_format
         needs = needs_rows, needs_columns, copies_far_rows
         return OperandTile(self.tiles, format, width, unit_stride, KEY_BLOCK, *needs)
+
+    def find_outputs(self) -> list[Value]:
+        """Return the addresses of the outputs that have no field."""
+        addresses = self.tiles.scratch(self.spec.num_output_arrays * 8)
+        self.builder.call(OUTPUTS_FUNCTION, VOID, self.builder.arguments[0], addresses)
+        return [addresses.at(index * 8).load(POINTER) for index in range(self.spec.num_output_arrays)]
 
     def needs_lse(self) -> Value:
         """True if the call stores lse, or has statistics, which are not valid if an lse is imprecise."""
@@ -376,7 +387,7 @@ class Block:
 
     def compute_exponent(self, s: Value, shift: Value) -> Value:
         """Return S − shift in the base of the scores, for a vector of scores that `compute_scores` yields."""
-        return s - shift if self.renderers[1] is not None else self.builder.fma(s, self.factor, -shift)
+        return s - shift if self.spec.score is not None else self.builder.fma(s, self.factor, -shift)
 
     def exponentiate(self, difference: Value) -> Value:
         """Return 2^x or e^x, by the base of the scores, for x ≤ 0."""

@@ -31,10 +31,9 @@ from ..codegen.math import exp, reduce_across_groups, reduce_within_groups
 from ..codegen.values import BFLOAT, DOUBLE, INT64, Value
 from ..runtime.machine import Machine
 from .block import Block
-from .decode_rows import SHUFFLE_BYTES, UNROLL, DecodeRows
+from .decode_rows import UNROLL, DecodeRows, VisibleKeys
 from .fused_statistics import MIN_EXPONENT
-from .kernel_spec import KEY_BLOCK, KernelSpec
-from .visible_keys import VisibleKeys
+from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES, KernelSpec
 
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 

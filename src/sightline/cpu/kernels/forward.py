@@ -10,8 +10,8 @@ Register tiles (`codegen.register_tile`) compute both products. A work item is a
 share a key head. The blocks take turns at each tile of keys, so that the tile is read, and copied if need be, once for
 all of them. An atomic counter distributes the items among the threads.
 
-`kernels.score_functions` writes the functions that apply score and mask to a tile. They may be in a module of their
-own, so that the rest of the kernel is compiled once for all formulas.
+`ScoreFunctions` writes the functions that apply score and mask to a tile. They may be in a module of their own, so that
+the rest of the kernel is compiled once for all formulas.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..codegen.builder import Variable
 from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, VOID, Value
 from .fused_statistics import FusedStatisticsCode
 from .kernel_spec import KEY_BLOCK, max_blocks_per_item
-from .score_functions import MASK_FUNCTION, SCORE_FUNCTION
 from .shared_tiles import NO_TILE, SharedTiles, min_blocks_for_copy
+from .tile_functions import ScoreFunctions
 
 
 class Forward(SharedTiles):
     """Write the forward kernel into a module."""
 
     fields = FORWARD_FIELDS
-    own_formulas = ()  # see `ScoreFunctions`
+    functions = ScoreFunctions
+    own_formulas = ()
     o_t: Value  # Oᵀ[d][lane] of a block
 
     def allocate(self) -> None:
@@ -138,14 +139,13 @@ class Forward(SharedTiles):
         self.key.multiply_rows(self.q_t, finish)
 
     def modify_scores(self, j0: Value, masked: bool) -> None:
-        """Call the function of `kernels.score_functions`, if any, that replaces Sᵀ and each query's maximum."""
+        """Call the function of `ScoreFunctions`, if any, that replaces Sᵀ and each query's maximum."""
         changes_scores = masked or self.spec.score is not None
         if not changes_scores and not self.fused_statistics.sums:
             return
-        builder, function = self.builder, MASK_FUNCTION if masked else SCORE_FUNCTION
-        position = self.b, self.h, self.i0, j0, self.num_keys
+        builder, position = self.builder, (self.b, self.h, self.i0, j0, self.num_keys)
         matrices = self.s_t, self.max_row, self.fused_statistics.values
-        builder.call(function, VOID, builder.arguments[0], *matrices, *position)
+        builder.call(ScoreFunctions.names[masked], VOID, builder.arguments[0], *matrices, *position)
         for v in self.vectors if changes_scores else ():
             self.tile_max[v].set(self.tiles.load(self.max_row, 0, v))
 

@@ -14,9 +14,8 @@ import math
 from typing import TYPE_CHECKING
 
 from ..codegen.builder import Variable
-from ..codegen.values import DOUBLE, INT64, POINTER, VOID, Value, vector
+from ..codegen.values import DOUBLE, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK
-from .score_functions import OUTPUTS_FUNCTION
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -109,10 +108,7 @@ class FusedStatisticsCode:
         block, builder = self.block, self.block.builder
         if not block.spec.roles:
             return
-        count = block.spec.num_output_arrays
-        addresses = block.tiles.scratch(count * 8)
-        builder.call(OUTPUTS_FUNCTION, VOID, builder.arguments[0], addresses)
-        outputs = iter([addresses.at(index * 8).load(POINTER) for index in range(count)])
+        outputs = iter(block.find_outputs())
         if self.has_max_score:
             self.block.store_per_query(next(outputs), [score.get() * self.nats_per_unit for score in self.max_score])
             self.block.store_per_query(next(outputs), [key.get().to(INT64) for key in self.max_score_key])

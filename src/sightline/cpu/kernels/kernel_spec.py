@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..runtime.machine import Machine
 
 KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
+SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 MAX_QUERIES_PER_ITEM = 512  # of the forward kernel: so many share one copy of a tile of K and V
 MAX_BYTES_PER_ITEM = 1 << 18  # of Qᵀ, Oᵀ and the like, which stay in the second-level cache
 
@@ -63,9 +64,7 @@ class KernelSpec:
     extra_formulas: tuple[str, ...] = ()  # besides mask and score; they may read the final score
     k: int = 0  # number of keys listed for each query; see TopKCode
     stored: tuple[str, ...] = ()  # the dtypes of quantised K and V, of `row_formats.QUANTIZED`; () if not quantised
-    roles: tuple[
-        str | ReductionRole, ...
-    ] = ()  # what is computed for statistics; see FusedStatisticsCode, Backward, WeightStatistics
+    roles: tuple[str | ReductionRole, ...] = ()  # of statistics; see FusedStatisticsCode, Backward, WeightStatistics
 
     @property
     def num_output_arrays(self) -> int:

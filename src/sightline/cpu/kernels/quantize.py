@@ -1,4 +1,6 @@
-"""The kernel that appends rows to a quantised cache: each group of numbers becomes codes, a scale and maybe an offset.
+"""The kernel that appends rows to a quantised cache, and its call.
+
+Each group of numbers becomes codes, a scale and maybe an offset:
 
     int8            scale = max |x| / 127             code = round(x / scale)
     float8_e4m3fn   scale = max |x| / 448             code = x / scale, rounded to a float of 8 bits
@@ -12,20 +14,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
+
+from ...arrays.operations import address_of, detach, dtype_name, strides_of
 from ...arrays.row_formats import LARGEST_CODE, RowFormat
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Module, Variable
-from ..codegen.formats import format_of
-from ..codegen.packed_rows import PackedFormat
+from ..codegen.formats import PackedFormat, format_of
 from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, POINTER, Value, vector
 from ..runtime.machine import Machine
+from ..runtime.processor import HOST
+from ..runtime.thread_team import KERNEL_FUNCTION
 from .kernel_spec import round_up
 
+QUANTIZE_KERNEL = "sightline_quantize"
 ROUNDING_CONSTANT = 1.5 * 2.0**23  # x + this number has the whole number nearest to x in its low bits
 STRIDES = ("batch_stride", "head_stride", "row_stride", "column_stride")
-FIELDS: dict[str, Any] = {
+QUANTIZE_FIELDS: dict[str, Any] = {
     "source": POINTER,  # (B, G, t, d) with these strides in bytes
     **{f"source_{name}": INT64 for name in STRIDES},
     "target": POINTER,  # (B, G, capacity, bytes of a row)
@@ -58,7 +66,7 @@ class Quantize:
 
     def write(self, name: str) -> Module:
         self.builder = builder = Builder(Module(), name)
-        self.args = args = LoadedArguments(builder, FIELDS)
+        self.args = args = LoadedArguments(builder, QUANTIZE_FIELDS)
         width, filled = self.row_format.width, self.row_format.group if self.row_format.dtype == "int4" else 1
         self.stop = round_up(round_up(width, filled), self.lanes)
         self.numbers = builder.scratch(FLOAT, self.stop)  # a source row, widened
@@ -159,3 +167,27 @@ def _float_to_e4m3(builder: Builder, x: Value) -> Value:
     # the ulp of the sum below is 2⁻⁹, the smallest positive number of the format
     subnormal = (magnitude.bits(FLOAT) + 2.0**14).bits(INT32) - ((127 + 14) << 23)
     return builder.where(magnitude < 121 << 23, subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+def quantize(array: Any, storage: Any, rows: Any, row_format: RowFormat, sums: Any) -> None:
+    """Write array[b, :, r] to storage[b, :, rows[b, r]], quantised, for every b and r with rows[b, r] ≠ −1.
+
+    array : (B, G, t, width) floats
+    storage : (B, G, capacity, row_format.row_bytes) uint8
+    rows : (B, t) int64, contiguous
+    sums : two float64, to which Σ (x − x̂)² and Σ x² are added
+    """
+    array, storage = detach(array), detach(storage)
+    rows = np.ascontiguousarray(rows, np.int64)
+    strides = strides_of(array)
+    spec, key = _make_spec(row_format, dtype_name(array), strides[-1] == array.itemsize)
+    address = HOST.kernel(key, QUANTIZE_KERNEL, lambda: Quantize(spec, HOST.machine).write(QUANTIZE_KERNEL))
+    words = [address_of(array), *strides, address_of(storage), *strides_of(storage), address_of(rows)]
+    packed = np.array([*words, *array.shape[:3], address_of(sums)], np.int64)  # in the order of `QUANTIZE_FIELDS`
+    KERNEL_FUNCTION(address)(address_of(packed))
+
+
+@cache
+def _make_spec(row_format: RowFormat, dtype: str, unit_stride: bool) -> tuple[QuantizeSpec, str]:
+    spec = QuantizeSpec(row_format, dtype, unit_stride)
+    return spec, repr(spec)

@@ -1,4 +1,4 @@
-"""The base class of the kernels that compute the weight of each pair again from the saved lse: backward and tangent."""
+"""The base classes of the kernels that compute the weight of each pair again, from the lse of the forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .kernel_spec import KEY_BLOCK
 
 
 class RecomputedWeights(Block):
-    """A kernel that reads the lse of its queries.
+    """A kernel that reads the saved lse of its queries: the backward and the tangent kernel.
 
     Attributes
     ----------
@@ -55,3 +55,23 @@ class RecomputedWeights(Block):
             self.tiles.store(matrix, row, v, self.tiles.load(matrix, row, v) + numbers)
 
         return add
+
+
+class NormalizedWeights(Block):
+    """A block whose lse has two numbers for each query, so that rounding lse does not change the weights.
+
+    Attributes
+    ----------
+    lse_high, lse_low : for each vector of queries, lse in the scores' base; ∞ for queries whose weights are 0
+    """
+
+    lse_high: list[Variable]
+    lse_low: list[Variable]
+
+    def compute_log_weight(self, s: Value, v: int) -> Value:
+        """Return S − lse of vector v of the queries in the scores' base, for scores of the score formula."""
+        return self.compute_exponent(s, self.lse_high[v].get()) - self.lse_low[v].get()
+
+    def is_visible(self, s: Value, v: int) -> Value:
+        """Return the condition that a pair is visible, for a vector of scores that are −∞ at hidden pairs."""
+        return (s != -math.inf) & (self.lse_high[v].get() != math.inf)

@@ -123,11 +123,11 @@ class TileSearch:
         return [("b", args.B), ("h", args.H), ("i", args.n), ("j", args.m)]
 
     def box(self, **symbols: tuple[Value, Value]) -> dict[str, Interval]:
-        """Return the intervals of the given symbols, and of s, n and m."""
+        """Return the intervals of the given symbols, and of n, m, s, p and ln p."""
         args, xp = self.args, self.xp
-        lengths = {"n": (args.n, args.n), "m": (args.m, args.m)}
-        box = {name: (xp.float64(low), xp.float64(high)) for name, (low, high) in (symbols | lengths).items()}
-        return box | {"s": (xp.float64(-SCORE_BOUND), xp.float64(SCORE_BOUND))}
+        others: dict[str, Any] = {"n": (args.n, args.n), "m": (args.m, args.m), "p": (0.0, 1.0)}
+        others |= {"s": (-SCORE_BOUND, SCORE_BOUND), "ln p": (-2 * SCORE_BOUND, 0.0)}
+        return {name: (xp.float64(low), xp.float64(high)) for name, (low, high) in (symbols | others).items()}
 
     # -- the search ------------------------------------------------------------------------------------------------
     def search(self) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 from ..codegen.builder import Variable
 from ..codegen.math import reduce_across_groups, reduce_within_groups
 from ..codegen.values import DOUBLE, INT32, INT64, Value
-from .kernel_spec import KEY_BLOCK
-from .weights_pass import KeyPairs, StatisticCode
+from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES
+from .weights_pass import StatisticCode
 
 MAX_COLUMNS = 2 * KEY_BLOCK  # the most columns of cells in scratch; a tile has keys of up to KEY_BLOCK columns
-SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 
 
 class KeySums(StatisticCode):
@@ -34,17 +33,17 @@ class KeySums(StatisticCode):
         heads, tile_bytes = args.batches * args.H, KEY_BLOCK * tiles.itemsize
         row_bytes = (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK * tile_bytes
         (output,) = self.outputs
-        self.sums = output.pointer.at((kernel.range_index * heads + kernel.head_index) * row_bytes)
+        self.sums = output.at((kernel.range_index * heads + kernel.head_index) * row_bytes)
         self.errors = self.sums.at(args.num_ranges * heads * row_bytes)
         with builder.loop(kernel.first_tile * tile_bytes, kernel.last_tile * tile_bytes, tiles.align) as offset:
             for numbers in (self.sums, self.errors):
                 numbers.at(offset).store(builder.value(0.0, tiles.vector))
 
-    def add_key(self, pairs: KeyPairs) -> None:
-        totals = self.entries(pairs)
+    def add_key(self, key: Value, j: Value) -> None:
+        totals = self.load_entries(key)
         while len(totals) > 1:
             totals = [functools.reduce(self.combine, totals[k : k + 2]) for k in range(0, len(totals), 2)]
-        self.tile_sums.at(pairs.key * self.tiles.align).store(totals[0], self.tiles.align)
+        self.tile_sums.at(key * self.tiles.align).store(totals[0], self.tiles.align)
 
     def finish_tile(self, j0: Value) -> None:
         """Add the tile's sums to those of the item. Numbers past the last key are undefined."""
@@ -71,15 +70,15 @@ class KeyExtrema(StatisticCode):
         row = (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK * KEY_BLOCK
         first = (kernel.range_index * (args.batches * args.H) + kernel.head_index) * row
         values, queries = self.outputs
-        self.values, self.queries = values.pointer.at(first * tiles.itemsize), queries.pointer.at(first * 8)
+        self.values, self.queries = values.at(first * tiles.itemsize), queries.at(first * 8)
         with builder.loop(kernel.first_tile * KEY_BLOCK, kernel.last_tile * KEY_BLOCK) as key:
             self.values.at(key * tiles.itemsize).store(builder.value(self.role.hidden, tiles.kind))
             self.queries.at(key * 8).store(builder.value(-1, INT64))
 
-    def add_key(self, pairs: KeyPairs) -> None:
+    def add_key(self, key: Value, j: Value) -> None:
         kernel, builder = self.kernel, self.builder
         none = kernel.i0.to(kernel.integer) + self.tiles.block  # past the last query of the block
-        visible, entries = kernel.find_visible(pairs), self.entries(pairs)
+        visible, entries = kernel.find_visible(key), self.load_entries(key)
         queries = [builder.where(seen, kernel.symbols[v]["i"], none) for v, seen in enumerate(visible)]
         best, query = entries[0], queries[0]
         for seen, entry, i in zip(visible[1:], entries[1:], queries[1:], strict=True):
@@ -89,10 +88,7 @@ class KeyExtrema(StatisticCode):
         is_nan = (largest != largest).broadcast(kernel.lanes)
         has_largest = builder.where(is_nan, best != best, best == largest.broadcast(kernel.lanes))
         first = builder.where(has_largest, query, none).reduce(builder.minimum)
-        value_at, query_at = (
-            self.values.at(pairs.j.to(INT64) * self.tiles.itemsize),
-            self.queries.at(pairs.j.to(INT64) * 8),
-        )
+        value_at, query_at = (self.values.at(j.to(INT64) * self.tiles.itemsize), self.queries.at(j.to(INT64) * 8))
         is_first = query_at.load(INT64) < 0
         with builder.if_then((first < none) & (is_first | self.exceeds(largest, value_at.load(self.tiles.kind)))):
             value_at.store(largest)
@@ -170,8 +166,8 @@ class CellSums(StatisticCode):
             at.set(end)
             column.set(column.get() + 1)
 
-    def add_key(self, pairs: KeyPairs) -> None:
-        for total, p in zip(self.totals, self.entries(pairs), strict=True):
+    def add_key(self, key: Value, j: Value) -> None:
+        for total, p in zip(self.totals, self.load_entries(key), strict=True):
             total.set(self.combine(p, total.get()))
 
     def finish_block(self) -> None:
@@ -201,7 +197,7 @@ class CellSums(StatisticCode):
                 vectors = [self.cell_address(c, v).load(tiles.vector, tiles.align) for v in self.vectors]
                 hidden = builder.value(self.role.hidden, tiles.vector)
                 vectors = [builder.where(inside[v], x, hidden) for v, x in enumerate(vectors)]
-                address = output.pointer.at((output_row * args.columns + c) * 8)
+                address = output.at((output_row * args.columns + c) * 8)
                 total = functools.reduce(self.combine, vectors).reduce(self.combine)
                 address.store(self.combine(address.load(DOUBLE), total.to(DOUBLE)))
             lane.set(end)

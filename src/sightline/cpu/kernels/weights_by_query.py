@@ -10,7 +10,8 @@ from typing import Any
 from ..codegen.builder import Variable
 from ..codegen.values import INT64, Value, integer, vector
 from .kernel_spec import KEY_BLOCK
-from .weights_pass import KeyPairs, StatisticCode
+from .tile_functions import needs_entries
+from .weights_pass import StatisticCode
 
 
 class RowSums(StatisticCode):
@@ -27,8 +28,8 @@ class RowSums(StatisticCode):
         for v in self.vectors:
             self.of_tile[v].set(0.0)
 
-    def add_key(self, pairs: KeyPairs) -> None:
-        for total, entry in zip(self.of_tile, self.entries(pairs), strict=True):
+    def add_key(self, key: Value, j: Value) -> None:
+        for total, entry in zip(self.of_tile, self.load_entries(key), strict=True):
             total.set(total.get() + entry)
 
     def finish_tile(self, j0: Value) -> None:
@@ -36,7 +37,7 @@ class RowSums(StatisticCode):
             total.set(total.get() + part.get())
 
     def finish_block(self) -> None:
-        self.kernel.store_per_query(self.outputs[0].pointer, [total.get() for total in self.of_block])
+        self.kernel.store_per_query(self.outputs[0], [total.get() for total in self.of_block])
 
 
 class RowExtrema(StatisticCode):
@@ -52,18 +53,18 @@ class RowExtrema(StatisticCode):
             best.set(self.role.hidden)
             key.set(-1)
 
-    def add_key(self, pairs: KeyPairs) -> None:
+    def add_key(self, key: Value, j: Value) -> None:
         builder = self.builder
-        found = zip(self.best, self.keys, self.entries(pairs), self.kernel.find_visible(pairs), strict=True)
-        for best, key, entry, is_visible in found:
-            is_new = is_visible & ((key.get() < 0) | self.exceeds(entry, best.get()))
+        found = zip(self.best, self.keys, self.load_entries(key), self.kernel.find_visible(key), strict=True)
+        for best, best_key, entry, is_visible in found:
+            is_new = is_visible & ((best_key.get() < 0) | self.exceeds(entry, best.get()))
             best.set(builder.where(is_new, entry, best.get()))
-            key.set(builder.where(is_new, pairs.j.broadcast(self.kernel.lanes), key.get()))
+            best_key.set(builder.where(is_new, j.broadcast(self.kernel.lanes), best_key.get()))
 
     def finish_block(self) -> None:
         values, keys = self.outputs
-        self.kernel.store_per_query(values.pointer, [best.get() for best in self.best])
-        self.kernel.store_per_query(keys.pointer, [key.get().to(INT64) for key in self.keys])
+        self.kernel.store_per_query(values, [best.get() for best in self.best])
+        self.kernel.store_per_query(keys, [key.get().to(INT64) for key in self.keys])
 
 
 class TopKCode(StatisticCode):
@@ -116,19 +117,20 @@ class TopKCode(StatisticCode):
         for v in self.vectors:
             self.key_address(0, v, self.pending_counts).store(self.builder.value(0, self.index_vector))
 
-    def add_key(self, pairs: KeyPairs) -> None:
-        weights = self.kernel.hide(pairs.weights, pairs.conditions, -math.inf)
-        exceeds = [p > smallest.get() for p, smallest in zip(weights, self.smallest, strict=True)]
+    def add_key(self, key: Value, j: Value) -> None:
+        scores = self.kernel.load_scores(key)
+        if not needs_entries(self.kernel.spec):  # compute weights only where scores exceed `bound`
+            exceeds = [s > bound.get() for s, bound in zip(scores, self.bound, strict=True)]
+            for v in self.branch_per_vector(exceeds):
+                self.select_candidates(exceeds[v], scores[v], j, v)
+            return
+        weights = self.load_entries(key)
+        exceeds = [
+            (p > smallest.get()) & (s > -math.inf)  # a score of −∞ counts as hidden
+            for p, smallest, s in zip(weights, self.smallest, scores, strict=True)
+        ]
         for v in self.branch_per_vector(exceeds):
-            # a score of −∞ counts as hidden
-            self.append_pending(exceeds[v] & (pairs.scores[v] > -math.inf), weights[v], pairs.j, v)
-
-    def add_scores(self, pairs: KeyPairs) -> None:
-        """Process one key as `add_key` does, but compute its weights only where scores exceed `bound`."""
-        scores = self.kernel.hide(pairs.scores, pairs.conditions, -math.inf)
-        exceeds = [s > bound.get() for s, bound in zip(scores, self.bound, strict=True)]
-        for v in self.branch_per_vector(exceeds):
-            self.select_candidates(exceeds[v], scores[v], pairs.j, v)
+            self.append_pending(exceeds[v], weights[v], j, v)
 
     def branch_per_vector(self, conditions: list[Value]) -> Iterator[int]:
         """Yield each vector's index inside a branch that is taken if the vector's condition is true in any lane."""
@@ -201,7 +203,7 @@ class TopKCode(StatisticCode):
 
     def finish_block(self) -> None:
         kernel, builder, tiles, k = self.kernel, self.builder, self.tiles, self.k
-        weights, keys = (output.pointer for output in self.outputs)
+        weights, keys = self.outputs
         with builder.loop(1, k + 1) as row:
             for v in self.vectors:
                 tiles.store(self.top_weights, row, v, builder.maximum(tiles.load(self.top_weights, row, v), 0.0))

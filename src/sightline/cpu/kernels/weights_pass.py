@@ -2,7 +2,6 @@
 
     Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]        P = e^(S − lse), 0 for hidden pairs and queries that see no key
 
-lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
 There are three kernels. `WeightStatistics` (weights_statistics.py) computes sums and maxima of formulas over keys,
 queries and cells, and top_k, in one pass if they are requested together. A `StatisticCode` writes each of these
 (weights_by_key.py, weights_by_query.py). `WeightTiles` writes a matrix of entries, and `WeightSums` the sums of such
@@ -18,23 +17,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...formula.derivative import vanishes_with
-from ...formula.expression import SYMBOLS
-from ..codegen.abi import COMMON_FIELDS, WEIGHTS_CALL_FIELDS, OutputArguments, end_with
+from ..codegen.abi import COMMON_FIELDS, WEIGHTS_CALL_FIELDS, end_with
 from ..codegen.formats import FloatFormat
-from ..codegen.values import DOUBLE, INT64, POINTER, Value
-from .block import Block
+from ..codegen.values import DOUBLE, INT64, POINTER, VOID, Value
 from .kernel_spec import KEY_BLOCK, ReductionRole
+from .recomputed_weights import NormalizedWeights
+from .tile_functions import WeightFunctions, needs_entries
 
 if TYPE_CHECKING:
     from .weights_statistics import WeightStatistics
 
 
-class WeightsPass(Block):
+class WeightsPass(NormalizedWeights):
     """Write a kernel of the weights pass into a module. The outputs follow the tables among the arguments."""
 
+    functions = WeightFunctions
+    own_formulas = ()
     own_fields: ClassVar[Mapping[str, Any]] = {}  # the fields of the subclass
     weights_fields: ClassVar = COMMON_FIELDS | {
         "first_query": INT64,  # weights of queries outside first_query <= i < last_query are 0
@@ -44,23 +44,20 @@ class WeightsPass(Block):
     def __init_subclass__(cls) -> None:
         cls.fields = end_with(WEIGHTS_CALL_FIELDS, {**cls.weights_fields, **cls.own_fields})
 
-    @property
-    def own_formulas(self) -> set[int]:  # type: ignore[override]
-        """The indices of mask, score, and the formulas of the pass among those of the call."""
-        return {0, 1} | {role.formula for role in self.spec.roles if isinstance(role, ReductionRole)}
-
     def allocate(self) -> None:
         tiles = self.tiles
         self.q_t, self.s_t = tiles.matrix(tiles.packed_length(self.spec.d_k)), tiles.matrix(KEY_BLOCK)
         self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False)
-        self.lse_high, self.lse_low = tiles.variables(), tiles.variables()
+        self.lse_high, self.lse_low, self.lse_rows = tiles.variables(), tiles.variables(), tiles.matrix(2)
+        self.entries = tiles.matrix(KEY_BLOCK * len(self.spec.roles))  # the rows that `WeightFunctions` writes
+        self.outputs = self.find_outputs()
         self.allocate_statistics()
 
     def allocate_statistics(self) -> None:
         """Allocate the scratch of the statistics."""
 
-    def process_tile(self, j0: Value, masked: bool) -> None:
-        """Process a tile whose products Q · K are in Sᵀ. If `masked`, some pairs of the tile may be hidden."""
+    def process_tile(self, j0: Value) -> None:
+        """Process a tile whose scores are in Sᵀ, and whose entries are in `entries`."""
         raise NotImplementedError(type(self).__name__)
 
     # -- a block of queries ---------------------------------------------------------------------------------------
@@ -72,6 +69,9 @@ class WeightsPass(Block):
         self.transpose_queries()
         targets = [(self.lse_high, math.inf), (self.lse_low, 0.0)]
         self.set_per_query(targets, self.load_lse_high_low, *self.clip_lanes())
+        for row, variables in enumerate((self.lse_high, self.lse_low)):
+            for v in self.vectors:
+                self.tiles.store(self.lse_rows, row, v, variables[v].get())
         self.evaluate_block()
         with self.loop_tiles(*tiles) as (tile, partial):
             self.key_tile(tile * KEY_BLOCK, partial)
@@ -93,72 +93,28 @@ class WeightsPass(Block):
         return builder.where(is_empty, math.inf, high), builder.where(is_empty, 0.0, low)
 
     def key_tile(self, j0: Value, partial: Value) -> None:
-        """Process one tile: compute Q · K without the scale, then call `process_tile`."""
+        """Process one tile: compute Q · K without the scale and the entries, then call `process_tile`."""
         self.num_keys = self.builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
         self.key.multiply_rows(self.q_t, functools.partial(self.tiles.store, self.s_t))
-        self.write_by_mask(partial, functools.partial(self.process_tile, j0))
+        self.write_by_mask(partial, functools.partial(self.evaluate_formulas, j0))
+        self.process_tile(j0)
 
-    # -- weights of one key ---------------------------------------------------------------------------------------
-    def compute_log_weight(self, s: Value, v: int) -> Value:
-        """Return S − lse of vector v of the queries in the scores' base, for scores from `compute_scores`."""
-        return self.compute_exponent(s, self.lse_high[v].get()) - self.lse_low[v].get()
+    def evaluate_formulas(self, j0: Value, masked: bool) -> None:
+        """Call the function of `WeightFunctions`, if it has anything to do."""
+        if masked or self.spec.score is not None or needs_entries(self.spec):
+            inputs = self.builder.arguments[0], self.s_t, self.lse_rows, self.entries
+            position = self.b, self.h, self.i0, j0, self.num_keys
+            self.builder.call(WeightFunctions.names[masked], VOID, *inputs, *position)
 
-    def compute_pairs(self, key: Value, j0: Value, masked: bool, needs_weights: bool = True) -> KeyPairs:
-        """Return the scores of one key and, if needed, its weights."""
-        j = (j0 + key).to(self.integer)
-        pairs = [(x.score, self.compute_condition(x, masked)) for x in self.compute_scores(key, j)]
-        scores, conditions = [s for s, _ in pairs], [allowed for _, allowed in pairs]
-        exponents = [self.compute_log_weight(s, v) for v, s in enumerate(scores)] if needs_weights else []
-        weights = [self.exponentiate(x) for x in exponents]
-        return KeyPairs(key, j, scores, exponents, weights, conditions)
+    # -- the pairs of one key -------------------------------------------------------------------------------------
+    def load_scores(self, key: Value) -> list[Value]:
+        """Return S of one key for each vector of queries; −∞ for hidden pairs. Only a score formula scales S."""
+        return [self.tiles.load(self.s_t, key, v) for v in self.vectors]
 
-    def compute_entries(self, role: ReductionRole, pairs: KeyPairs) -> list[Value]:
-        """Return f of one key for each vector of queries, and `role.hidden` for hidden pairs."""
-        if not role.formula:
-            return self.hide(pairs.weights, pairs.conditions, 0.0)
-        formula = self.formulas[role.formula]
-        assert formula is not None
-        nats, entries, vanishes = self.spec.nats_per_unit, [], vanishes_with(formula, SYMBOLS["p"])
-        scale = 1.0 if self.renderers[1] is not None else self.factor * nats
-        for v, (s, x, p) in enumerate(zip(pairs.scores, pairs.exponents, pairs.weights, strict=True)):
-            symbols = self.symbols[v] | {"j": pairs.j, "s": s * scale, "p": p, "ln p": x * nats}
-            entry = self.evaluate_formula(role.formula, symbols, pairs.key, v).to(self.float).broadcast(self.lanes)
-            entries.append(self.builder.where(p == 0.0, 0.0, entry) if vanishes else entry)
-        is_simple = vanishes and role.hidden == 0
-        return self.hide(entries, pairs.conditions if is_simple else self.find_visible(pairs), role.hidden)
-
-    def find_visible(self, pairs: KeyPairs) -> list[Value]:
+    def find_visible(self, key: Value) -> list[Value]:
         """Return the condition that a pair of one key is visible, for each vector of queries."""
-        found = []
-        for v, (s, allowed) in enumerate(zip(pairs.scores, pairs.conditions, strict=True)):
-            visible = (s != -math.inf) & (self.lse_high[v].get() != math.inf)
-            found.append(visible if allowed is None else visible & allowed)
-        return found
-
-    def hide(self, vectors: list[Value], conditions: Sequence[Value | None], filler: float) -> list[Value]:
-        """Return the vectors with `filler` in the lanes of hidden pairs; see `KeyPairs.conditions`."""
-        filled, pairs = self.builder.value(filler, self.vector), zip(vectors, conditions, strict=True)
-        return [x if allowed is None else self.builder.where(allowed, x, filled) for x, allowed in pairs]
-
-
-class KeyPairs(NamedTuple):
-    """The pairs of one key with every vector of queries.
-
-    key : index of the key in its tile
-    j : index of the key
-    scores : the scores that `compute_scores` yields
-    exponents : the logarithms of P, in the scores' base
-    weights : P, which is not yet 0 at hidden pairs
-    conditions : for each vector, the condition of the mask; None if no pair is hidden
-    """
-
-    key: Value
-    j: Value
-    scores: list[Value]
-    exponents: list[Value]
-    weights: list[Value]
-    conditions: list[Value | None]
+        return [self.is_visible(s, v) for v, s in enumerate(self.load_scores(key))]
 
 
 class WeightTiles(WeightsPass):
@@ -199,14 +155,10 @@ class WeightTiles(WeightsPass):
         """Store the weights of one query for a vector of adjacent keys."""
         self.output_format.store(address, p)
 
-    def process_tile(self, j0: Value, masked: bool) -> None:
+    def process_tile(self, j0: Value) -> None:
         builder, args, tiles, itemsize = self.builder, self.args, self.tiles, self.output_format.itemsize
-        self.transpose_tables(j0, 0 if masked else 1)
-        with builder.loop(0, self.num_keys) as key:
-            for v, entry in enumerate(self.compute_entries(self.role, self.compute_pairs(key, j0, masked))):
-                tiles.store(self.s_t, key, v, entry)
-        (output,) = args.outputs
-        target = output.pointer.at((self.output_row * args.m + j0) * itemsize)
+        (output,) = self.outputs
+        target = output.at((self.output_row * args.m + j0) * itemsize)
 
         def address(lane: Value, key: Value) -> Value:
             return target.at((lane * args.m + key) * itemsize)
@@ -214,13 +166,13 @@ class WeightTiles(WeightsPass):
         first, last = self.clip_lanes()
         vector_stop = self.num_keys // self.lanes * self.lanes
         with builder.loop(0, len(self.vectors)) as at, builder.loop(0, vector_stop, self.lanes) as key:
-            transposed = tiles.transpose_lanes([tiles.load(self.s_t, key + k, at) for k in range(self.lanes)])
+            transposed = tiles.transpose_lanes([tiles.load(self.entries, key + k, at) for k in range(self.lanes)])
             for k, p in enumerate(transposed):
                 lane = at * self.lanes + k
                 with builder.if_then((lane >= first) & (lane < last)):
                     self.store_weights(address(lane, key), p, self.lanes)
         with builder.loop(first, last) as lane, builder.loop(vector_stop, self.num_keys) as key:
-            self.store_weights(address(lane, key), self.lane_address(self.s_t, key, lane).load(self.float))
+            self.store_weights(address(lane, key), self.lane_address(self.entries, key, lane).load(self.float))
 
 
 class WeightSums(WeightTiles):
@@ -265,12 +217,13 @@ class StatisticCode:
 
     Parameters
     ----------
-    role : an entry of `spec.roles`
-    outputs : the statistic's outputs
+    index : the index of the statistic's role in `spec.roles`
+    outputs : the addresses of the statistic's outputs
     """
 
-    def __init__(self, kernel: WeightStatistics, role: Any, outputs: Sequence[OutputArguments]) -> None:
-        self.kernel, self.role, self.outputs = kernel, role, outputs
+    def __init__(self, kernel: WeightStatistics, index: int, outputs: Sequence[Value]) -> None:
+        self.kernel, self.index, self.outputs = kernel, index, outputs
+        self.role: Any = kernel.spec.roles[index]
         self.builder, self.args, self.tiles, self.vectors = kernel.builder, kernel.args, kernel.tiles, kernel.vectors
         self.allocate()
 
@@ -286,8 +239,8 @@ class StatisticCode:
     def init_tile(self, j0: Value) -> None:
         """Prepare the tile of the keys from j0 on."""
 
-    def add_key(self, pairs: KeyPairs) -> None:
-        """Process the weights of one key."""
+    def add_key(self, key: Value, j: Value) -> None:
+        """Process the entries of key j, number `key` in its tile."""
         raise NotImplementedError(type(self).__name__)
 
     def finish_tile(self, j0: Value) -> None:
@@ -297,9 +250,9 @@ class StatisticCode:
         """Process what the tiles of a block have left in scratch."""
 
     # -- sums and maxima ------------------------------------------------------------------------------------------
-    def entries(self, pairs: KeyPairs) -> list[Value]:
-        """Return the entries of one key; see `WeightsPass.compute_entries`."""
-        return self.kernel.compute_entries(self.role, pairs)
+    def load_entries(self, key: Value) -> list[Value]:
+        """Return the entries of one key for each vector of queries."""
+        return [self.tiles.load(self.kernel.entries, key + self.index * KEY_BLOCK, v) for v in self.vectors]
 
     @property
     def is_extremum(self) -> bool:

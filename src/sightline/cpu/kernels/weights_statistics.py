@@ -32,10 +32,10 @@ class WeightStatistics(WeightsPass):
     }
 
     def allocate_statistics(self) -> None:
-        outputs, self.statistics = iter(self.args.outputs), list[StatisticCode]()
-        for role in self.spec.roles:
+        outputs, self.statistics = iter(self.outputs), list[StatisticCode]()
+        for index, role in enumerate(self.spec.roles):
             own = list(islice(outputs, count_outputs(role)))
-            self.statistics.append(_writer_of(role)(self, role, own))
+            self.statistics.append(_writer_of(role)(self, index, own))
 
     def process_item(self, item: Value) -> None:
         builder, args, tiles = self.builder, self.args, self.tiles
@@ -74,17 +74,11 @@ class WeightStatistics(WeightsPass):
         for statistic in self.statistics:
             statistic.finish_tile(j0)
 
-    def process_tile(self, j0: Value, masked: bool) -> None:
-        self.transpose_tables(j0, 0 if masked else 1)
+    def process_tile(self, j0: Value) -> None:
         cells = next((one for one in self.statistics if isinstance(one, weights_by_key.CellSums)), None)
         with cells.loop_keys(j0) if cells is not None else self.builder.loop(0, self.num_keys) as key:
-            first, *others = self.statistics
-            if isinstance(first, weights_by_query.TopKCode) and not others:
-                first.add_scores(self.compute_pairs(key, j0, masked, needs_weights=False))
-                return
-            pairs = self.compute_pairs(key, j0, masked)
             for statistic in self.statistics:
-                statistic.add_key(pairs)
+                statistic.add_key(key, (j0 + key).to(self.integer))
 
 
 def _writer_of(role: str | ReductionRole) -> type[StatisticCode]:

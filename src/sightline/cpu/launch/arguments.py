@@ -10,7 +10,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...arrays.operations import detach, empty, has_heads_in_rows, itemsize, layout, map_entries, to_numpy
+from ...arrays.operations import (
+    address_of,
+    detach,
+    empty,
+    has_heads_in_rows,
+    itemsize,
+    map_entries,
+    strides_of,
+    to_numpy,
+)
 from ...call.problem import Problem
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.formula_checks import find_index_ranges
@@ -18,10 +27,10 @@ from ...formula.parameters import TableParameter, structure_of
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...reference.dropout import threshold
 from ...statistics.dispatch import FusedStatistics, formulas_of
-from ..codegen.abi import pack, signed_word
+from ..codegen.abi import pack_fields, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
-from ..kernels.score_functions import ScoreFunctions, without_formulas
+from ..kernels.tile_functions import without_formulas
 from ..runtime.compile import Part
 from ..runtime.processor import Processor
 from .product_rates import machine_for
@@ -30,7 +39,7 @@ TARGET_ITEMS = 16  # about how many work items a call has; fixed, since sums mus
 
 
 class KernelArguments:
-    """The inputs of a kernel's argument block: a problem's arrays in the form the kernel reads, and its tile ranges.
+    """What determines a kernel and its argument block: the processor, the kernel spec, arrays and tile ranges.
 
     A tile range is a run of key blocks that a block of `query_block` queries must process. `group` adjacent heads share
     tile ranges. `extra_formulas` are formulas besides mask and score. They may read b, h, i, j, and s: the score after
@@ -41,12 +50,13 @@ class KernelArguments:
     def __init__(
         self,
         problem: Problem,
+        processor: Processor,
         query_block: int,
         extra_formulas: Sequence[Expression] = (),
         group: int = 1,
         unread: Sequence[Expression] = (),
     ) -> None:
-        self.problem, self.query_block, self.group = problem, query_block, group
+        self.problem, self.processor, self.query_block, self.group = problem, processor, query_block, group
         # the formulas of the problem, and their structures, which are compiled into the kernel
         self.problem_formulas = (problem.mask, problem.score, *extra_formulas)
         structure = structure_of(*self.problem_formulas, *unread).first(len(self.problem_formulas))
@@ -58,6 +68,33 @@ class KernelArguments:
         self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK, group)
         self.has_tile_ranges = True
         self.keep_alive: list[Any] = [self.arrays, self.tables]  # the memory that the arguments point to
+        self.spec: KernelSpec  # `specify` sets it
+
+    def specify(self, kernel: str, **more: Any) -> None:
+        """Set the spec of the kernel; `more` has the fields of the spec that do not follow from the arguments."""
+        problem = self.problem
+        ranges = [find_index_ranges(f, problem.extent) for f in self.problem_formulas]
+        clamped = tuple(outside for _, outside in ranges)
+        mask, score, *extra_formulas = (None if f is None else f.text for f in self.formulas)
+        extents = [largest for largest, _ in ranges] + [extent_in_bytes(table) for table in self.tables]
+        self.spec = KernelSpec(
+            kernel=kernel,
+            dtype=problem.dtype,
+            d_k=problem.d_k,
+            d_v=problem.d_v,
+            unit_stride=tuple(map(has_unit_stride, self.arrays.values())),
+            mask=mask,
+            score=score,
+            extra_formulas=tuple(text for text in extra_formulas if text is not None),
+            tables=tuple((str(t.dtype), t.ndim) for t in self.tables),
+            needs_int64=max(extents) >= 2**31 - 1,
+            clamped=clamped,
+            has_sinks=problem.sinks is not None,
+            has_dropout=problem.dropout > 0,
+            stored=tuple(row_format.dtype for row_format in problem.row_formats or ()),
+            tile_lookups=tuple(_find_tile_lookups(self, clamped)),
+            **more,
+        )
 
     def without_arrays(self) -> KernelArguments:
         """Return a copy that keeps no array alive; `with_arrays` gives it arrays again."""
@@ -87,23 +124,18 @@ class KernelArguments:
         self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, int]] = ()
     ) -> Any:
         """Return the argument block; `outputs` has (address, stride) of each output that is not in `fields`."""
-        return pack(fields, values, self.tables, self.numbers, outputs)
-
-    def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:
-        """Return the NumPy arrays in `keep_alive` that are neither query, key, value nor among `changing`."""
-        excluded = {id(array) for array in (*self.arrays.values(), *changing)}
-        return tuple(x for x in self.keep_alive if isinstance(x, np.ndarray) and id(x) not in excluded)
+        return pack_fields(fields, values, self.tables, self.numbers, outputs)
 
     def retain(self, array: Any) -> int:
         """Add a NumPy array to `keep_alive`, the memory that the arguments point to, and return its address."""
         self.keep_alive.append(array)
         return int(array.ctypes.data)
 
-    def fields(self, spec: KernelSpec) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the values of all fields in `abi.COMMON_FIELDS` except counter, items and lse."""
         problem, tile_ranges = self.problem, self.tile_ranges
         fields = {
-            "factor": (abs(problem.scale) or 1.0) * (math.log2(math.e) if spec.is_base_2 else 1.0),
+            "factor": (abs(problem.scale) or 1.0) * (math.log2(math.e) if self.spec.is_base_2 else 1.0),
             "scale_sign": float(np.sign(problem.scale)),
             "H": problem.H,
             "group": problem.group,
@@ -137,7 +169,7 @@ def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, in
 
     The array, and the offsets of its batches, are added to `keep_alive`.
     """
-    address, strides = layout(array)
+    address, strides = address_of(array), strides_of(array)
     offsets = np.zeros(array.shape[:-3], np.int64)  # bytes from the first batch to each batch, in C order
     for axis, (length, stride) in enumerate(zip(array.shape[:-3], strides[:-3], strict=True)):
         shape = [1] * offsets.ndim
@@ -157,62 +189,37 @@ def prepare(
     extra_formulas: Sequence[Expression] = (),
     unread: Sequence[Expression] = (),
     **more: Any,
-) -> tuple[KernelArguments, KernelSpec]:
-    """Return a kernel's arguments and spec, with blocks of queries that are no larger than the problem needs."""
+) -> KernelArguments:
+    """Return the arguments of a kernel, with blocks of queries that are no larger than the problem needs."""
     machine = machine_for(processor, problem.dtype)
     lanes = lanes_per_vector(problem.dtype, machine)
     machine = machine.narrow_tile(-(-problem.n // lanes))
-    arguments = KernelArguments(problem, lanes * machine.register_tile[1], extra_formulas, unread=unread)
-    return arguments, make_spec(kernel, arguments, vectors=machine.vectors, **more)
+    arguments = KernelArguments(problem, processor, lanes * machine.register_tile[1], extra_formulas, unread=unread)
+    arguments.specify(kernel, vectors=machine.vectors, **more)
+    return arguments
 
 
-def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpec:
-    """Return the spec of a kernel; `more` has the fields of the spec that do not follow from the arguments."""
-    problem = arguments.problem
-    ranges = [find_index_ranges(f, problem.extent) for f in arguments.problem_formulas]
-    clamped = tuple(outside for _, outside in ranges)
-    mask, score, *extra_formulas = (None if f is None else f.text for f in arguments.formulas)
-    extents = [largest for largest, _ in ranges] + [extent_in_bytes(table) for table in arguments.tables]
-    return KernelSpec(
-        kernel=kernel,
-        dtype=problem.dtype,
-        d_k=problem.d_k,
-        d_v=problem.d_v,
-        unit_stride=tuple(map(has_unit_stride, arguments.arrays.values())),
-        mask=mask,
-        score=score,
-        extra_formulas=tuple(text for text in extra_formulas if text is not None),
-        tables=tuple((str(t.dtype), t.ndim) for t in arguments.tables),
-        needs_int64=max(extents) >= 2**31 - 1,
-        clamped=clamped,
-        has_sinks=problem.sinks is not None,
-        has_dropout=problem.dropout > 0,
-        stored=tuple(row_format.dtype for row_format in problem.row_formats or ()),
-        tile_lookups=tuple(_find_tile_lookups(arguments, clamped)),
-        **more,
-    )
-
-
-def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
-    machine = machine_for(processor, spec.dtype)
+def write_kernel(arguments: KernelArguments, writer: type[Block]) -> Any:
+    spec, machine = arguments.spec, machine_for(arguments.processor, arguments.spec.dtype)
     kernel = writer(spec, arguments.formulas, machine)
-    if spec.kernel == "forward":
-        ScoreFunctions(spec, arguments.formulas, machine, kernel.module).write()
+    if writer.functions is not None:
+        writer.functions(writer.fields, spec, arguments.formulas, machine, kernel.module).write()
     return kernel.write(f"sightline_{spec.kernel}")
 
 
-def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
-    """Return the compiled kernel in the form that `processor.call` takes.
+def compile_kernel(arguments: KernelArguments, writer: type[Block]) -> Any:
+    """Return the compiled kernel in the form that `Processor.call` takes.
 
-    A forward kernel has two parts. Only one part depends on formulas, so only this part is compiled for new ones.
+    Some kernels have two parts. Only one part depends on formulas, so only this part is compiled for new ones.
     """
+    spec, processor = arguments.spec, arguments.processor
     name, machine = f"sightline_{spec.kernel}", machine_for(processor, spec.dtype)
-    if spec.kernel == "forward" and processor.links_parts:
+    if writer.functions is not None and processor.links_parts:
         rest = without_formulas(spec)
         common = Part(repr(rest), lambda: writer(rest, (None, None), machine).write(name))
-        functions = ScoreFunctions(spec, arguments.formulas, machine)
+        functions = writer.functions(writer.fields, spec, arguments.formulas, machine)
         return processor.kernel(repr(spec), name, functions.write, common, machine)
-    return processor.kernel(repr(spec), name, lambda: write_kernel(spec, arguments, writer, processor), None, machine)
+    return processor.kernel(repr(spec), name, lambda: write_kernel(arguments, writer), None, machine)
 
 
 def convert_sinks(sinks: Any) -> Any:
@@ -222,7 +229,7 @@ def convert_sinks(sinks: Any) -> Any:
 
 def has_unit_stride(array: Any) -> bool:
     """True if the columns of an array are adjacent in memory."""
-    return bool(layout(array)[1][-1] == array.itemsize)
+    return bool(strides_of(array)[-1] == array.itemsize)
 
 
 def with_contiguous_rows(array: Any) -> Any:

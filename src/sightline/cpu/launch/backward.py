@@ -1,15 +1,21 @@
-"""The call of the backward kernel: the split of the work into items, and the sums of the items' gradients."""
+"""The call of the backward kernel: the split of the work into items, and the sums of the items' gradients.
+
+Each split of the keys has its own sum of the queries' gradients. With few heads and many queries these sums are larger
+than all other arrays. The backward pass of such a problem runs in parts, which divide the queries too, so that the
+memory besides the gradients does not grow with n.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import convert, detach, empty, layout, namespace, to_numpy
+from ...arrays.operations import address_of, convert, detach, empty, itemsize, namespace, to_numpy
 from ...call.gradient_parts import (
     differentiate_sinks,
     find_learned_lookups,
@@ -18,14 +24,16 @@ from ...call.gradient_parts import (
     sum_by_table,
     widen,
 )
-from ...call.kernel import BACKWARD_SUMS, GivenGradients, Gradients
+from ...call.kernel import GivenGradients, Gradients
+from ...call.partition.parts import part_of
 from ...call.problem import OPERANDS, Problem
 from ...formula.expression import SYMBOLS
+from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...statistics import StatisticGradients, library
 from ...statistics.reduction import j, p, times_factor
 from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward
-from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
+from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from .arguments import (
     TARGET_ITEMS,
@@ -35,9 +43,16 @@ from .arguments import (
     prepare,
     with_contiguous_entries,
     with_contiguous_rows,
+    zeros,
 )
+from .backward_entry import BACKWARD_SUMS, BackwardCalls
 from .bound_call import BoundCall
 from .forward import forward, make_output
+
+MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
+MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
+MAX_KEYS = 1 << 16  # the most keys of a part
+KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part sees
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ class Split:
         return cls(-(-blocks // split_size), split_size, heads, batches)
 
 
-def backward(problem: Problem, given: GivenGradients, threads: int | None, processor: Processor) -> Gradients | None:
+def backward(problem: Problem, given: GivenGradients, processor: Processor) -> Gradients | None:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse.
 
     Returns None if a gradient is NaN or ∞, or if an lse exceeds `MAX_LSE`. The kernel `Streaming` must then
@@ -106,55 +121,49 @@ def backward(problem: Problem, given: GivenGradients, threads: int | None, proce
         return None
     bound_sum = None
     if statistic_gradients.needs_weights_sum:
-        weights_sum, bound_sum = _sum_over_keys(problem, statistic_gradients, threads, processor)
+        weights_sum, bound_sum = _sum_over_keys(problem, statistic_gradients, processor)
         statistic_gradients = replace(statistic_gradients, weights_sum=weights_sum)
     d_lse, formulas = statistic_gradients.add_to_d_lse(given.d_lse), statistic_gradients.formulas
     table_gradients = list(find_table_gradients(problem, given.wanted_tables))
     bound_output = None
     if table_gradients and problem.dtype != problem.accumulator:
-        *exact, bound_output = _recompute_output(problem, threads, processor)
+        *exact, bound_output = _recompute_output(problem, processor)
         d_lse = subtract_rounding(d_lse, given.d_output, saved, exact)
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
-    arguments, spec = prepare("backward", problem, processor, tuple(formulas.values()), **options)
+    arguments = prepare("backward", problem, processor, tuple(formulas.values()), **options)
     xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
     output, d_output = (
         with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], given.d_output)
     )
-    call = BoundBackward(arguments, spec, split, (output, d_output), table_gradients, processor)
+    call = BoundBackward(arguments, split, (output, d_output), table_gradients)
     table_sums = call.make_table_sums()
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
     lse, d_lse_rows = _broadcast_rows(saved[1], rows), None if d_lse is None else _broadcast_rows(d_lse, rows)
     arrays = {"output": output, "d_output": d_output, "lse": lse, "d_lse": d_lse_rows}
-    if call.run_first(threads, arguments, arrays | dict(zip(BACKWARD_SUMS, sums, strict=True)), table_sums) is None:
+    if call.run_first(arguments, arrays | dict(zip(BACKWARD_SUMS, sums, strict=True)), table_sums) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     tables_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}
     table_totals = call.sum_tables(table_sums, tables_by_slot)
+    is_repeatable = all(x is None or x.is_cacheable for x in (call, bound_sum, bound_output))
     return Gradients(
         d_query,
         d_key,
         d_value,
         tables=tuple([table_totals.get(slot) for slot in tables_by_slot]),
         sinks=None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, *saved),
-        bound_call=call if all(x is None or x.is_cacheable for x in (call, bound_sum, bound_output)) else None,
-        bound_formulas=tuple(formulas.values()),
-        bound_sum=bound_sum,
-        bound_output=bound_output,
+        repeatable=BackwardCalls(call, tuple(formulas.values()), bound_sum, bound_output) if is_repeatable else None,
     )
 
 
 class BoundBackward(BoundCall):
     """A call of the backward kernel, which is repeated with other addresses and numbers; see `BoundCall`.
 
-    Parameters
-    ----------
     operands : output and d_output, whose strides are bound
     table_gradients : the gradients of tables that the kernel computes
 
-    Attributes
-    ----------
     sum_shapes : the shapes of the sums that become the gradients of query, key and value, in the accumulator's dtype
     table_sums : shape and dtype of the sums that become the gradient of each table; the sums are 0 before the call
     """
@@ -165,15 +174,13 @@ class BoundBackward(BoundCall):
     def __init__(
         self,
         arguments: KernelArguments,
-        spec: KernelSpec,
         split: Split,
         operands: tuple[Any, Any],
         table_gradients: Sequence[TableGradient],
-        processor: Processor,
     ) -> None:
         problem = arguments.problem
         output, d_output = operands
-        lanes, lead = lanes_per_vector(problem.accumulator, processor.machine), problem.batch_shape
+        lanes, lead = lanes_per_vector(problem.accumulator, arguments.processor.machine), problem.batch_shape
         self.widths = problem.d_k, problem.d_v
         key_widths = [round_up(width, lanes) for width in self.widths]
         self.has_splits = split.num_splits > 1
@@ -183,21 +190,20 @@ class BoundBackward(BoundCall):
             *[(*lead, problem.G, problem.m, width) for width in key_widths],
         )
         self.table_gradients = tuple(table_gradients)
-        self.table_sums = [self._describe_table_sums(problem, gradient, split) for gradient in table_gradients]
+        tables = [(x, tuple(problem.tables[x.slot].shape)) for x in table_gradients]
+        self.table_sums = [
+            # one array if one split writes each entry, else one for each split
+            (shape, problem.accumulator) if x.is_per_key else ((split.num_splits, *shape), "float64")
+            for x, shape in tables
+        ]
         sums = zip(self.table_gradients, self.table_sums, strict=True)
         values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
         values |= operand_fields("d_output", d_output, arguments.keep_alive)
         items = split.num_splits * split.parallel_heads * split.parallel_batches
         values |= {"items": items, "scale": problem.scale, "batches": problem.B} | vars(split)
         strides = [0 if x.is_per_key else 8 * math.prod(shape[1:]) for x, (shape, _) in sums]
-        super().__init__(arguments, spec, Backward, values, processor, outputs=strides, changing=operands)
-        self.first_operands += tuple([layout(array)[0] for array in operands])
-
-    @staticmethod
-    def _describe_table_sums(problem: Problem, gradient: TableGradient, split: Split) -> tuple[tuple[int, ...], str]:
-        """Return shape and dtype of the sums: one array if one split writes each entry, else one for each split."""
-        shape = tuple(problem.tables[gradient.slot].shape)
-        return (shape, problem.accumulator) if gradient.is_per_key else ((split.num_splits, *shape), "float64")
+        super().__init__(arguments, Backward, values, outputs=strides, changing=operands)
+        self.first_operands += tuple([address_of(array) for array in operands])
 
     def make_table_sums(self) -> list[Any]:
         return [np.zeros(shape, dtype) for shape, dtype in self.table_sums]
@@ -222,9 +228,7 @@ class BoundBackward(BoundCall):
         return [_sum_in_order(d_query) if self.has_splits else d_query, *narrow]
 
 
-def _sum_over_keys(
-    problem: Problem, gradients: StatisticGradients, threads: int | None, processor: Processor
-) -> tuple[Any, BoundCall]:
+def _sum_over_keys(problem: Problem, gradients: StatisticGradients, processor: Processor) -> tuple[Any, BoundCall]:
     """Return Σⱼ P ∘ gradients.weights of every query, and the bound call: a forward pass with one column of value."""
     _, *unread = gradients.formulas.values()
     value = None if problem.row_formats else problem.value[..., :1]
@@ -232,16 +236,16 @@ def _sum_over_keys(
     product = library.sum(times_factor(p, gradients.weights), over=j)
     narrow = problem.with_statistics(product, value=value)
     fused, lse = CpuFusedStatistics(narrow, unread), np.empty((*problem.batch_shape, problem.H, problem.n))
-    call = forward(narrow, make_output(narrow), lse, threads, processor, fused)
+    call = forward(narrow, make_output(narrow), lse, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call
 
 
-def _recompute_output(problem: Problem, threads: int | None, processor: Processor) -> tuple[Any, Any, BoundCall]:
+def _recompute_output(problem: Problem, processor: Processor) -> tuple[Any, Any, BoundCall]:
     """Return output and lse without the rounding to half precision, and the bound call on widened operands."""
     operands = widen(problem.query, problem.key, problem.value)
     wide = replace(problem, see=(), **dict(zip(OPERANDS, operands, strict=True)))
     output, lse = make_output(wide), np.empty((*problem.batch_shape, problem.H, problem.n))
-    return output, lse, forward(wide, output, lse, threads, processor, CpuFusedStatistics(wide))
+    return output, lse, forward(wide, output, lse, processor, CpuFusedStatistics(wide))
 
 
 def _broadcast_rows(array: Any, shape: tuple[int, ...]) -> Any:
@@ -255,3 +259,70 @@ def _sum_in_order(terms: Any) -> Any:
     for term in terms[2:]:
         total += term
     return total
+
+
+# -- long problems in parts --------------------------------------------------------------------------------------------
+
+
+def needs_parts(problem: Problem, given: GivenGradients) -> bool:
+    """True if the backward pass must run in parts, because each split of the keys has a sum of dQ, and these are large.
+
+    False if gradients of tables or of statistics other than lse are requested. `backward_in_parts` does not compute
+    them. False in float16 and bfloat16 too, because each part would round the gradients.
+    """
+    if given.wanted_tables or given.statistics.formulas or problem.dtype != problem.accumulator:
+        return False
+    return problem.n * _bytes_per_query(problem) > MIN_SPLIT_BYTES
+
+
+def backward_in_parts(problem: Problem, given: GivenGradients, processor: Processor) -> Gradients | None:
+    """Return the gradients as `Kernel.backward` returns them, without gradients of tables.
+
+    Return None if a |lse| is so large that the backward pass would be inaccurate, or if the kernel fails for a part.
+    The parts and their order depend on the problem alone, so the result has equal bits for any number of threads.
+    """
+    output, lse = given.saved
+    if is_lse_too_large(lse, problem.accumulator):
+        return None
+    d_output, d_lse = given.d_output, given.statistics.add_to_d_lse(given.d_lse)
+    arrays = [detach(array) for array in (problem.query, problem.key, problem.value)]
+    d_arrays = [zeros(tuple(array.shape), problem.accumulator, array) for array in arrays]
+    for rows, keys in _parts(problem):
+        spans = (rows, keys, keys)
+        operands = [array[..., span, :] for array, span in zip(arrays, spans, strict=True)]
+        part = part_of(problem, *operands, first_row=rows.start, first_key=keys.start)
+        d_rows = None if d_lse is None else d_lse[..., rows]
+        own_saved = output[..., rows, :], lse[..., rows]
+        gradients = backward(part, GivenGradients(d_output[..., rows, :], d_rows, own_saved, ()), processor)
+        if gradients is None:
+            return None
+        for array, span, term in zip(d_arrays, spans, (gradients.query, gradients.key, gradients.value), strict=True):
+            array[..., span, :] += term
+    sinks = None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, output, lse)
+    d_query, d_key, d_value = d_arrays
+    return Gradients(d_query, d_key, d_value, tables=tuple([None for _ in problem.tables]), sinks=sinks)
+
+
+def _bytes_per_query(problem: Problem) -> int:
+    """Return how many bytes the sums of all splits need for a query position, in all sequences and heads.
+
+    With one split there are no such sums, and the result is 0.
+    """
+    splits = -(-TARGET_ITEMS // max(problem.G * problem.B, 1))
+    return splits * problem.B * problem.H * problem.d_k * itemsize(problem.accumulator) if splits > 1 else 0
+
+
+def _parts(problem: Problem) -> Iterator[tuple[slice, slice]]:
+    """Yield the slices (queries, keys) of each part. The mask hides every pair that is in no part."""
+    count = max(MAX_SUM_BYTES // _bytes_per_query(problem) // KEY_TILE, 1) * KEY_TILE
+    ranges = find_tile_ranges(problem.mask, problem.extent, count, KEY_TILE)
+    for block in range(ranges.query_blocks):
+        rows = slice(block * count, min((block + 1) * count, problem.n))
+        is_seen = np.zeros(ranges.key_blocks, bool)
+        for b, h in np.ndindex(ranges.batches, ranges.heads):
+            for entry in ranges.row(b, h, block):
+                is_seen[ranges.first[entry] : ranges.last[entry]] = True
+        for first, last in find_runs(is_seen):
+            start, stop = first * KEY_TILE, min(last * KEY_TILE, problem.m)
+            for keys in pairwise([*range(start, stop, MAX_KEYS), stop]):
+                yield rows, slice(*keys)

@@ -4,40 +4,59 @@ The bound arguments follow from the structure of the call: shapes, strides, dtyp
 and numbers. So a repeated call needs no planning. The tile ranges of the first call are bound too: the blocks of keys
 that each block of queries processes. Generated code searches for new tile ranges if the mask reads a table, or if the
 formulas have other numbers than in the first call. `call.call_cache` decides which calls share a bound call.
+
+A prepared call is a bound call with its inputs and results, which generated code repeats. `PreparedCall.run` computes
+the words that are not bound and calls the generated function `launch`. If every word is the address of an array of the
+caller, the address of a result, a number of a formula, or the same in every call, the call is direct: the generated
+function `find_or_run` does all this from the third call on (`calls.direct_call`, `calls.xla_handler`). The call cache,
+the backward passes, the weights passes and the custom call of XLA hold prepared calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ...arrays.operations import layout, memory_layout
+import numpy as np
+
+from ...arrays.layouts import addresses_of
+from ...arrays.operations import address_of, memory_layout, numpy_address
 from ...formula.parameters import Structure
-from ..calls.launch_record import MAX_NUMBERS, MAX_RESULTS, Buffer
-from ..calls.python_functions import is_supported
+from ..calls.launch_record import (
+    FIRST_COMPUTED,
+    FIRST_NUMBER,
+    FIRST_RESULT,
+    MAX_NUMBERS,
+    MAX_RESULTS,
+    UNCHANGED,
+    Buffer,
+    Direct,
+    LaunchRecord,
+)
+from ..calls.launcher import FAILED, SHORT
+from ..calls.python_functions import is_supported, launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
-from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tile_search import SEARCH_FIELDS
-from ..runtime.processor import HOST, Processor
+from ..runtime.processor import HOST
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
 from .call_family import CallFamily
-from .prepared_call import PreparedCall
 from .tile_search import BoundSearch
 
 COUNTERS = ("counter", "imprecise_lse_flag", "nonfinite_flag")  # words that are 0 when a kernel starts
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
 CAPACITY_INDEX = list(SEARCH_FIELDS).index("capacity")
 TILE_RANGE_FIELDS = ("tile_range_start", "tile_range_first", "tile_range_last", "tile_range_full")
+COMPUTED_FIELDS = ("sinks", "d_lse", "seed")  # the fields whose words Python computes in each repeated call
 
 
 class BoundCall:
     """A call of one kernel, which is repeated with other addresses, numbers of formulas and seeds.
 
-    Parameters
-    ----------
-    arguments, spec, writer : what determines the kernel
+    arguments, writer : what determines the kernel
     values : the values of the bound fields that `arguments` does not know
         `items` is the number of work items, the most threads that find work.
     scratch : fields that point into a buffer of the call, and the length of each in 8-byte words
@@ -45,8 +64,6 @@ class BoundCall:
     outputs : the stride of each output that is not among the kernel's fields; None if all are 0
     changing : arrays of `arguments.keep_alive` that each call gives, besides query, key and value
 
-    Attributes
-    ----------
     table_origins : `Table.origin` of each table of the call that this object was made for
     table_layouts : the `memory_layout` of each table, which the arguments hold: only tables with the same layout fit
     first_operands : the addresses of query, key and value in that call; for a backward call also output and d_output
@@ -61,35 +78,35 @@ class BoundCall:
     def __init__(
         self,
         arguments: KernelArguments,
-        spec: KernelSpec,
         writer: type[Block],
         values: Mapping[str, Any],
-        processor: Processor,
         *,
         scratch: dict[str, int] | None = None,
         zeroed: dict[str, int] | None = None,
         outputs: Sequence[int] | None = None,
         changing: Sequence[Any] = (),
     ) -> None:
-        problem = arguments.problem
+        problem, spec = arguments.problem, arguments.spec
         self.multiplications_per_key = problem.B * problem.H * problem.n * (spec.d_k + spec.d_v)
-        self.processor, self.items, self.numbers = processor, values["items"], arguments.numbers
+        self.processor, self.threads = arguments.processor, problem.threads
+        self.items, self.numbers = values["items"], arguments.numbers
         self.table_origins = arguments.table_origins
         self.table_layouts = tuple(map(memory_layout, arguments.tables))
-        self.first_operands = tuple([layout(array)[0] for array in arguments.arrays.values()])
-        self.kernel = compile_kernel(spec, arguments, writer, processor)
+        self.first_operands = tuple([address_of(array) for array in arguments.arrays.values()])
+        self.kernel = compile_kernel(arguments, writer)
         zeroed = {name: 1 for name in COUNTERS if name in writer.fields} | (zeroed or {})
         self.block_fields, self.workspace, self.zeroed = writer.fields, {**zeroed, **(scratch or {})}, [*zeroed.items()]
         outputs = [0] * spec.num_output_arrays if outputs is None else outputs
-        bound = {**dict.fromkeys(writer.fields, 0), **arguments.fields(spec), **values}
+        bound = {**dict.fromkeys(writer.fields, 0), **arguments.fields(), **values}
         self.template = arguments.pack(writer.fields, bound, [(0, stride) for stride in outputs])
         names, num_tables = list(writer.fields), len(arguments.tables) + len(arguments.numbers)
         self.range_words = [names.index(name) for name in TILE_RANGE_FIELDS]
-        self.search = BoundSearch.of(arguments, spec, processor)
-        self.keep_alive = arguments.constant_arrays(*changing)
+        self.search = BoundSearch.of(arguments)
+        given, ranges = {id(array) for array in (*arguments.arrays.values(), *changing)}, set[int]()
         if self.search is not None and self.search.is_needed:  # only the first call reads the bound tile ranges
             ranges = {int(self.template[word]) for word in self.range_words}
-            self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
+        constant = [x for x in arguments.keep_alive if isinstance(x, np.ndarray) and id(x) not in given]
+        self.keep_alive = tuple([array for array in constant if array.ctypes.data not in ranges])
         # the words that each call gives: its fields, tables, numbers and outputs
         self.num_outputs = len(outputs)
         self.num_words = len(self.call_fields) + num_tables + self.num_outputs
@@ -110,8 +127,6 @@ class BoundCall:
 
         The result is also None if the call was bound for other memory layouts than those of the tables.
 
-        Parameters
-        ----------
         tables : the caller's tables, in the order of the structure of its formulas
         structure : the part of the structure of the caller's formulas that the kernel reads; see `Structure.first`
         operands, results, makers, num_keys, can_be_direct : see `PreparedCall`
@@ -128,7 +143,7 @@ class BoundCall:
             if not is_read_in_place and memory_layout(convert_table(array)) != bound:
                 return None
             converters.append(None if is_read_in_place else convert_table)
-        return PreparedCall(self, own_tables, converters, operands, results, makers, num_keys, can_be_direct)
+        return PreparedCall(self, own_tables, converters, operands, results, tuple(makers), num_keys, can_be_direct)
 
     def make_buffer(self, capacity: int | None = None) -> Buffer:
         """Return a new buffer, with memory for `capacity` tile ranges of a search; None for those of the first call."""
@@ -164,14 +179,12 @@ class BoundCall:
         return 1 if num_keys * self.multiplications_per_key < self.min_parallel_multiplications else self.items
 
     def run_first(
-        self, threads: int | None, arguments: KernelArguments, arrays: Mapping[str, Any], outputs: Sequence[Any] = ()
+        self, arguments: KernelArguments, arrays: Mapping[str, Any], outputs: Sequence[Any] = ()
     ) -> int | None:
         """Run the kernel for the problem that this object was made for.
 
         Return 1 if the kernel set `imprecise_lse_flag`, else 0; None if its outputs are not valid.
 
-        Parameters
-        ----------
         arrays : the arrays by their names in `call_fields`, besides query, key and value; None or left out for no array
         outputs : the arrays that are not among the fields
         """
@@ -180,25 +193,155 @@ class BoundCall:
         assert lengths is not None
         assert arrays.keys() <= {*self.call_fields}, f"{arrays.keys() - {*self.call_fields}} are no fields"
         given = {**arguments.arrays, **arrays}
-        words = {name: layout(array)[0] for name, array in given.items() if array is not None}
+        words = {name: address_of(array) for name, array in given.items() if array is not None}
         words |= dict(zip(self.length_fields, lengths, strict=True)) | {"seed": signed_word(problem.seed)}
-        tables, results = ([layout(array)[0] for array in own] for own in (arguments.tables, outputs))
+        tables, results = ([address_of(array) for array in own] for own in (arguments.tables, outputs))
         buffer = self.make_buffer()
         fields = [words.get(name, 0) for name in self.call_fields]
         buffer.array[self.call_words] = call_words(fields, tables, arguments.numbers, results)
         for name, length in self.zeroed:
             start = (buffer.addresses[name] - buffer.address) // 8
             buffer.array[start : start + length] = 0
-        count = min(thread_count(threads), self.find_max_threads(problem.m))
+        count = min(thread_count(self.threads), self.find_max_threads(problem.m))
         keep_alive = arguments.keep_alive, *given.values(), outputs, self.keep_alive, buffer.array
         self.processor.call(self.kernel, buffer.array[: self.template.size], count, keep_alive)
         return None if buffer.word("nonfinite_flag") else buffer.word("imprecise_lse_flag")
 
 
 def run_forward(
-    call: BoundCall, arguments: KernelArguments, output: Any, lse: Any, threads: int | None, outputs: Sequence[Any] = ()
+    call: BoundCall, arguments: KernelArguments, output: Any, lse: Any, outputs: Sequence[Any] = ()
 ) -> int | None:
     """Run a forward or decoding call, and return the result of `BoundCall.run_first`."""
     sinks = arguments.problem.sinks
     arrays = {"output": output, "lse": lse, "sinks": None if sinks is None else convert_sinks(sinks)}
-    return call.run_first(threads, arguments, arrays, outputs)
+    return call.run_first(arguments, arrays, outputs)
+
+
+@dataclass(eq=False)
+class PreparedCall:
+    """A bound call, to which each repetition gives only arrays, numbers and a seed.
+
+    call : the bound call
+    tables : for each table of the kernel, its index among the caller's tables
+    converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
+        kernel reads the array itself
+    operands : the names of the fields of the caller's arrays that precede the tables
+    results : the names of the fields of the first results; the other results have no fields
+    makers : functions that allocate the results
+    num_keys : the number of keys
+    can_be_direct : False if Python must run every repetition, to compute the word of a field in `COMPUTED_FIELDS`
+
+    records : the launch records, one for each thread that ran the call at the same time as others
+    direct : what generated code reads; None if the call is not direct
+        The tuple is never changed but replaced, because a thread may use it.
+    """
+
+    call: BoundCall
+    tables: Sequence[int]
+    converters: Sequence[Callable[[Any], Any] | None]
+    operands: Sequence[str]
+    results: Sequence[str]
+    makers: tuple[Callable[[], Any], ...]
+    num_keys: int
+    can_be_direct: bool
+
+    def __post_init__(self) -> None:
+        self.has_converters = any(self.converters)
+        self.can_be_direct = self.can_be_direct and not self.has_converters
+        self.lengths = self.call.find_length_words(self.num_keys)
+        self.sources = self.find_sources()
+        self.records: list[LaunchRecord] = []
+        self.direct: Direct | None = None
+
+    def copy(self, num_keys: int) -> PreparedCall:
+        """Return a copy of the call for `num_keys` keys. Both have the same list of records."""
+        other = object.__new__(PreparedCall)  # in a fifth of the time of `copy.copy`
+        lengths = self.call.find_length_words(num_keys)
+        vars(other).update(vars(self), num_keys=num_keys, lengths=lengths, direct=None)
+        return other
+
+    def run(
+        self,
+        addresses: Sequence[int],
+        tables: Sequence[Any],
+        numbers: tuple[float, ...],
+        keep_alive: tuple[Any, ...],
+        sinks: Any = None,
+        d_lse: Any = None,
+        seed: int = 0,
+    ) -> tuple[int | None, list[Any]]:
+        """Return (status, arrays of the results).
+
+        The status is 1 if the kernel set `imprecise_lse_flag`, else 0. It is None if the results are not valid: the
+        call then needs the full dispatch.
+
+        addresses : the addresses of the operands, and then of the tables
+        tables, numbers : the tables and numbers of the caller
+        keep_alive : the arrays at these addresses
+        sinks : the sinks of the caller; None if there are none
+        d_lse : the gradient of lse, a contiguous NumPy array of float64; None for 0
+        seed : the seed of dropout
+        """
+        if self.lengths is None:
+            return None, []
+        results = [make() for make in self.makers]
+        converted: list[Any] = []
+        if self.has_converters:
+            addresses = list(addresses)
+            for table, convert in zip(self.tables, self.converters, strict=True):
+                if convert is not None:
+                    converted.append(convert(tables[table]))
+                    (addresses[len(self.operands) + table],) = addresses_of(converted[-1:])
+        numbers = numbers[: len(self.call.numbers)]
+        sinks = None if sinks is None else convert_sinks(sinks)
+        sinks_address = 0 if sinks is None else numpy_address(sinks)
+        d_lse_address = 0 if d_lse is None else numpy_address(d_lse)
+        computed = sinks_address, d_lse_address, signed_word(seed), *self.lengths
+        arrays = keep_alive, sinks, d_lse, results, converted
+        given = arrays, tuple(addresses), tuple(addresses_of(results)), numbers, computed
+        return self._launch(given), results
+
+    def _launch(self, given: tuple[Any, ...]) -> int | None:
+        """Run the kernel with a record that no other thread uses. `given` are the other arguments of `launch`."""
+        search, known, status = self.call.search, iter(self.records[:]), None
+        while status is None or status == SHORT:
+            record = next(known, None) or LaunchRecord(self.call, self.sources)
+            direct = self.describe(record)
+            status = launcher()(direct, *given)
+            if status == SHORT and search is not None:  # a new record has what this one lacks
+                search.extend(record.buffer.word("count"))
+                self._remove(record)
+        if not record.can_be_kept:
+            self._remove(record)
+        elif record not in self.records:
+            self.records.append(record)  # after its first use, so that no other thread has taken it
+        self.direct = direct if self.can_be_direct and record.can_be_kept else None
+        return None if status == FAILED or status >= 2 else status
+
+    def _remove(self, record: LaunchRecord) -> None:
+        self.records[:] = [other for other in self.records if other is not record]
+
+    def describe(self, record: LaunchRecord) -> Direct:
+        """Return what generated code reads, for a record."""
+        max_threads = self.call.find_max_threads(self.num_keys)
+        has_team = max_threads > 1 and self.call.threads != 1
+        team = partial(record.run_on_team, max_threads) if has_team else None
+        return Direct(record.address, self.makers, self.computed, team, record)
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The computed words of a call that has neither sinks nor a seed nor a gradient of lse."""
+        return *(0,) * len(COMPUTED_FIELDS), *(self.lengths or ())
+
+    def find_sources(self) -> list[int]:
+        """Return the source of each word of the call."""
+        place = {name: index for index, name in enumerate(self.operands)}
+        place |= {name: FIRST_RESULT + index for index, name in enumerate(self.results)}
+        computed = *COMPUTED_FIELDS, *self.call.length_fields
+        place |= {name: FIRST_COMPUTED + index for index, name in enumerate(computed)}
+        return call_words(
+            [place.get(name, UNCHANGED) for name in self.call.call_fields],
+            [len(self.operands) + table for table in self.tables],
+            range(FIRST_NUMBER, FIRST_NUMBER + len(self.call.numbers)),
+            range(FIRST_RESULT + len(self.results), FIRST_RESULT + len(self.makers)),
+        )

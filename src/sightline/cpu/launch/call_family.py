@@ -15,7 +15,6 @@ from ...formula.formula_checks import find_index_ranges
 from ...formula.interval_arithmetic import compute_intervals
 from ...formula.tables import Table
 from ...formula.tile_ranges import make_box
-from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tile_search import has_arguments
 from .arguments import KernelArguments, convert_table, extent_in_bytes, has_unit_stride
 
@@ -29,25 +28,19 @@ MAX_INT32 = 2**31 - 1
 class CallFamily:
     """The calls that differ from the call of one problem only in n, m, strides and the lengths of tables.
 
-    Parameters
-    ----------
-    arguments, spec : the kernel arguments and the kernel spec of the problem
+    arguments : the kernel arguments of the problem
     bind : function that returns the bound call of other arguments with the same spec
     """
 
-    def __init__(
-        self, arguments: KernelArguments, spec: KernelSpec, bind: Callable[[KernelArguments], BoundCall]
-    ) -> None:
-        self.spec, self.bind_arguments = spec, bind
+    def __init__(self, arguments: KernelArguments, bind: Callable[[KernelArguments], BoundCall]) -> None:
+        self.bind_arguments = bind
         self.axes = [table.axes for table in arguments.problem_tables]
         self.table_forms = [_form(table) for table in arguments.tables]
         self.extent = arguments.problem.extent
         self.arguments = arguments.without_arrays()
 
     @classmethod
-    def of(
-        cls, arguments: KernelArguments, spec: KernelSpec, bind: Callable[[KernelArguments], BoundCall]
-    ) -> CallFamily | None:
+    def of(cls, arguments: KernelArguments, bind: Callable[[KernelArguments], BoundCall]) -> CallFamily | None:
         """Return the family of a problem's call; None if other lengths may need other code or new checks.
 
         The integers in formulas must fit 32 bits for lengths up to `MAX_LENGTH`.
@@ -55,11 +48,11 @@ class CallFamily:
         B, H, n, m = arguments.problem.extent
         extent = B, H, max(n, MAX_LENGTH), max(m, MAX_LENGTH)
         formulas = [formula for formula in arguments.problem_formulas if formula is not None]
-        if spec.needs_int64 or any(spec.clamped):
+        if arguments.spec.needs_int64 or any(arguments.spec.clamped):
             return None
         if any(find_index_ranges(formula, extent)[0] >= MAX_INT32 for formula in formulas):
             return None
-        return cls(arguments, spec, bind)
+        return cls(arguments, bind)
 
     def bind(self, query: Any, key: Any, value: Any, tables: Sequence[Any]) -> BoundCall | None:
         """Return the bound call for arrays with other lengths; None if the family does not contain this call.

@@ -5,20 +5,18 @@ Without formulas, a call can be repeated for any number of keys.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import layout
+from ...arrays.operations import strides_of
 from ...call.problem import Problem
-from ...call.request import MAX_FEW_QUERIES, MIN_DECODE_SPLIT_KEYS, min_decode_keys
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, Decode
 from ..kernels.decode_rows import UNROLL
-from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
+from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
-from .arguments import CpuFusedStatistics, KernelArguments, has_unit_stride, make_spec, output_strides
+from .arguments import CpuFusedStatistics, KernelArguments, has_unit_stride, output_strides
 from .bound_call import BoundCall, run_forward
 from .call_family import CallFamily
 from .product_rates import machine_for
@@ -26,7 +24,15 @@ from .product_rates import machine_for
 TARGET_PARTS = 32  # about how many blocks of rows and splits of keys a call is divided into
 MIN_ITEMS = 8  # fewer items, each of more heads, would leave threads without work
 MAX_HEADS_PER_ITEM = 8  # of heads whose rows are neighbours in memory
+MAX_FEW_QUERIES = 4  # up to this number of queries, this kernel is faster than the forward kernel for enough keys
+MIN_DECODE_KEYS = (1, 8, 16, 32)  # for 1, 2, 3 and 4 queries: from this number of keys on, this kernel is faster
+MIN_DECODE_SPLIT_KEYS = 512  # with fewer keys a split costs more than it saves
 MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the keys keep more threads busy
+
+
+def min_decode_keys(n: int) -> int:
+    """Return the smallest number of keys for which the decoding kernel may serve n queries."""
+    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_DECODE_SPLIT_KEYS
 
 
 def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = ()) -> bool:
@@ -51,19 +57,18 @@ def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = 
 
 
 def decode(
-    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: CpuFusedStatistics
+    problem: Problem, output: Any, lse: Any, processor: Processor, fused: CpuFusedStatistics
 ) -> BoundDecode | None:
     """Fill output, lse and the arrays of the statistics `fused`, and return the call for repetition.
 
     The result is None if an output is NaN or ∞. The forward kernel must then compute the problem.
     """
-    arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM, group=problem.group, unread=fused.unread)
-    spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
-    bind = partial(BoundDecode, spec=spec, processor=processor)
-    call = bind(arguments)
-    if run_forward(call, arguments, output, lse, threads, fused.arrays) is None:
+    arguments = KernelArguments(problem, processor, MAX_ROWS_PER_ITEM, group=problem.group, unread=fused.unread)
+    arguments.specify("decode", unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
+    call = BoundDecode(arguments)
+    if run_forward(call, arguments, output, lse, fused.arrays) is None:
         return None
-    call.family = CallFamily.of(arguments, spec, bind)
+    call.family = CallFamily.of(arguments, BoundDecode)
     return call
 
 
@@ -77,15 +82,15 @@ class BoundDecode(BoundCall):
     length_fields = DECODE_CALL_FIELDS[len(FORWARD_CALL_FIELDS) :]
     min_parallel_multiplications = 1 << 19
 
-    def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
-        problem = arguments.problem
+    def __init__(self, arguments: KernelArguments) -> None:
+        problem, spec = arguments.problem, arguments.spec
         self.min_keys = min_decode_keys(problem.n)
         self.has_dynamic_key_length = spec.mask is None and spec.score is None
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
         self.batches, self.key_heads, self.row_blocks = problem.B, problem.G, -(-rows // MAX_ROWS_PER_ITEM)
         self.blocks = problem.B * problem.G * self.row_blocks  # of query rows, each of one key head
         self.target_splits = -(-TARGET_PARTS // self.blocks)  # number of splits, if there are enough keys
-        head_stride, row_stride, _ = layout(problem.key)[1][-3:]
+        head_stride, row_stride, _ = strides_of(problem.key)[-3:]
         max_heads = min(MAX_ROWS_PER_ITEM // round_up(rows, spec.unroll), MAX_HEADS_PER_ITEM)
         can_share = abs(head_stride) < abs(row_stride) and arguments.tile_ranges.heads == 1
         self.max_heads_per_item = max_heads if can_share else 1
@@ -101,7 +106,7 @@ class BoundDecode(BoundCall):
         if self.has_dynamic_key_length:  # without a mask there is one tile range, which contains the tiles of every m
             values["tile_range_last"] = arguments.retain(np.full(1, 2**62))
         zeroed = {"finished_splits": self.blocks}
-        super().__init__(arguments, spec, Decode, values, processor, scratch=scratch, zeroed=zeroed)
+        super().__init__(arguments, Decode, values, scratch=scratch, zeroed=zeroed)
 
     def split_keys(self, m: int) -> tuple[int, int]:
         """Return (tiles of keys in a split, number of splits) for m keys."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from ...call.kernel import Result
 from ...call.problem import Problem
 from ...reference.streaming import Streaming
 from ...statistics import Statistic
-from ...statistics.dispatch import computed_statistic, dispatch_statistics
+from ...statistics.dispatch import dispatch_statistics
 from ..kernels.forward import Forward
-from ..kernels.kernel_spec import KernelSpec, max_blocks_per_item
+from ..kernels.kernel_spec import max_blocks_per_item
 from ..runtime.processor import Processor
 from ..runtime.thread_count import available_processors
 from . import weights_pass
@@ -22,11 +21,12 @@ from .arguments import CpuFusedStatistics, KernelArguments, output_strides, prep
 from .bound_call import BoundCall, run_forward
 from .call_family import CallFamily
 from .decode import can_decode, decode
+from .forward_entry import ForwardCalls
 
 MIN_ITEMS_PER_PROCESSOR = 2  # so that threads end at about the same time
 
 
-def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
+def run(problem: Problem, processor: Processor) -> Result:
     """Return output, lse and statistics of a problem from the generated kernels."""
     output = make_output(problem)
     lse = np.empty((*problem.batch_shape, problem.H, problem.n), np.float64)
@@ -34,16 +34,14 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     bound_call: BoundCall | None = None
     if lse.size:
         uses_decode = can_decode(problem, processor, fused_statistics.roles)
-        bound_call = decode(problem, output, lse, threads, processor, fused_statistics) if uses_decode else None
+        bound_call = decode(problem, output, lse, processor, fused_statistics) if uses_decode else None
         if bound_call is None:
-            call = forward(problem, output, lse, threads, processor, fused_statistics)
+            call = forward(problem, output, lse, processor, fused_statistics)
             bound_call = None if uses_decode else call  # so the next call tries to decode again
     lse = convert(lse, problem.query)
-    seen, passes = compute_statistics(problem, lse, fused_statistics, threads, processor) if problem.see else ((), ())
-    calls = [bound_call, *[bound.call for bound in passes]]
-    if any(call is None or not call.is_cacheable for call in calls):
-        return Result(output, lse, seen)
-    return Result(output, lse, seen, bound_call, passes)
+    seen, passes = compute_statistics(problem, lse, fused_statistics, processor) if problem.see else ((), ())
+    is_repeatable = bound_call is not None and all(x.is_cacheable for x in (bound_call, *[one.call for one in passes]))
+    return Result(output, lse, seen, ForwardCalls(bound_call, passes) if bound_call and is_repeatable else None)
 
 
 def make_output(problem: Problem) -> Any:
@@ -54,39 +52,35 @@ def make_output(problem: Problem) -> Any:
 
 def source(problem: Problem, processor: Processor) -> str:
     """Return the LLVM text of the forward kernel."""
-    arguments, spec = _prepare(problem, processor, CpuFusedStatistics(problem))
-    return str(write_kernel(spec, arguments, Forward, processor))
+    return str(write_kernel(_prepare(problem, processor, CpuFusedStatistics(problem)), Forward))
 
 
-def _prepare(problem: Problem, processor: Processor, fused: CpuFusedStatistics) -> tuple[KernelArguments, KernelSpec]:
+def _prepare(problem: Problem, processor: Processor, fused: CpuFusedStatistics) -> KernelArguments:
     return prepare("forward", problem, processor, fused.factors, fused.unread, roles=fused.roles)
 
 
-def forward(
-    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: CpuFusedStatistics
-) -> BoundCall:
+def forward(problem: Problem, output: Any, lse: Any, processor: Processor, fused: CpuFusedStatistics) -> BoundCall:
     """Fill output, lse and the arrays of the statistics `fused`, and return the call for repetition."""
-    arguments, spec = _prepare(problem, processor, fused)
-    bind = partial(_bind, spec=spec, processor=processor)
-    call = bind(arguments)
-    run_forward(call, arguments, output, lse, threads, fused.arrays)
-    call.family = None if spec.extra_formulas else CallFamily.of(arguments, spec, bind)
+    arguments = _prepare(problem, processor, fused)
+    call = _bind(arguments)
+    run_forward(call, arguments, output, lse, fused.arrays)
+    call.family = None if arguments.spec.extra_formulas else CallFamily.of(arguments, _bind)
     return call
 
 
-def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> BoundCall:
+def _bind(arguments: KernelArguments) -> BoundCall:
     problem = arguments.problem
     key_heads = problem.B * problem.G
     blocks = problem.group * -(-problem.n // arguments.query_block)  # of all heads of a key head
     share = key_heads * blocks // (MIN_ITEMS_PER_PROCESSOR * available_processors())
-    most = max_blocks_per_item(spec, arguments.query_block, np.dtype(problem.accumulator).itemsize)
+    most = max_blocks_per_item(arguments.spec, arguments.query_block, np.dtype(problem.accumulator).itemsize)
     per_item = max(min(most, share), 1)
     values = {"items": key_heads * -(-blocks // per_item), "blocks_per_item": per_item, **output_strides(problem)}
-    return BoundCall(arguments, spec, Forward, values, processor)
+    return BoundCall(arguments, Forward, values)
 
 
 def compute_statistics(
-    problem: Problem, lse: Any, fused_statistics: CpuFusedStatistics, threads: int | None, processor: Processor
+    problem: Problem, lse: Any, fused_statistics: CpuFusedStatistics, processor: Processor
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return two tuples: the result of each statistic of `problem.see`, and the bound weights passes.
 
@@ -94,14 +88,13 @@ def compute_statistics(
     computes the statistics that no CPU kernel computes, and all that need weights if `is_lse_imprecise` is true.
     """
     is_imprecise = weights_pass.is_lse_imprecise(problem, lse)
-    statistics = [computed_statistic(statistic) for statistic in problem.see]
     passes: list[Any] = []
     arrays: dict[int, list[Any]] = {}
-    for bound in [] if is_imprecise else weights_pass.bind_passes(problem, statistics, processor):
-        found = weights_pass.run_first(problem, lse, bound, threads)
+    for bound in [] if is_imprecise else weights_pass.bind_passes(problem, processor):
+        found = weights_pass.run_first(problem, lse, bound)
         if found is not None:
             passes.append(bound[1])
-            arrays |= {id(statistics[k]): own for k, own in zip(bound[1].indices, found, strict=True)}
+            arrays |= {id(problem.see[k]): own for k, own in zip(bound[1].indices, found, strict=True)}
 
     def compute_arrays(statistic: Statistic) -> list[Any] | None:
         fused_arrays = None if is_imprecise else fused_statistics.arrays_of(statistic)

@@ -6,18 +6,24 @@ multiply-adds per cycle. Processors that make fewer than half as many run kernel
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels.rate_loops import NAME, make_product_loop
+from ..codegen.builder import Builder, Module, Variable
+from ..codegen.register_tile import RegisterTiles
+from ..codegen.values import DOUBLE, FLOAT, INT64, POINTER
 from ..runtime.machine import Machine
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_team import KERNEL_FUNCTION
 
+PRODUCT_LOOP = "products"  # a function whose arguments are a number of steps, the address of x, and that of the sums
+STEPS_PER_ROUND = 4
 TRIES = 5  # the highest rate of all tries counts, because a disturbance only makes a try slower
-STEPS = 1 << 12  # steps of the loop in a try, which takes about 0.2 ms
+LOOP_STEPS = 1 << 12  # steps of the loop in a try, which takes about 0.2 ms
 
 
 def machine_for(processor: Processor, dtype: str) -> Machine:
@@ -38,30 +44,51 @@ def prefers_widening(machine: Machine) -> bool:
     all. The answer may differ between processes, and then so may the last bits of bfloat16 results.
     """
     if machine not in _ANSWERS:
-        _ANSWERS.setdefault(machine, _measure(machine))  # `setdefault` is atomic
+        # `setdefault` is atomic
+        _ANSWERS.setdefault(machine, measure_rate("bfloat16", machine) < measure_rate("float32", machine))
     return _ANSWERS[machine]
 
 
 _ANSWERS: dict[Machine, bool] = {}
 
 
-def _measure(machine: Machine) -> bool:
-    loops = {dtype: _prepare(dtype, machine) for dtype in ("bfloat16", "float32")}
-    rates = {dtype: max(measure() for _ in range(TRIES)) for dtype, measure in loops.items()}
-    return bool(rates["bfloat16"] < rates["float32"])
-
-
-def _prepare(dtype: str, machine: Machine) -> Any:
-    """Return a function that makes one try, and returns FLOPs per second."""
+def measure_rate(dtype: str, machine: Machine) -> float:
+    """Return the FLOPs per second of the product loop, the highest of `TRIES`."""
     loop = make_product_loop(dtype, machine)
-    address = HOST.kernel(f"product loop {dtype}", NAME, lambda: loop.module)
+    address = HOST.kernel(f"product loop {dtype}", PRODUCT_LOOP, lambda: loop.module)
     ones, sums = np.ones(64), np.zeros(64)
-    arguments = np.array([STEPS, ones.ctypes.data, sums.ctypes.data], np.int64)
-    function = KERNEL_FUNCTION(address)
-
-    def measure(_keep: Any = (address, ones, sums)) -> float:
+    arguments = np.array([LOOP_STEPS, ones.ctypes.data, sums.ctypes.data], np.int64)
+    function, seconds = KERNEL_FUNCTION(address), []
+    for _ in range(TRIES):
         started = time.perf_counter()
         function(arguments.ctypes.data)
-        return STEPS * loop.flops / (time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
+    return LOOP_STEPS * loop.flops / min(seconds)
 
-    return measure
+
+class ProductLoop(NamedTuple):
+    """A loop of matrix products: its LLVM module, and the FLOPs of one of its steps."""
+
+    module: Module
+    flops: int
+
+
+def make_product_loop(dtype: str, machine: Machine) -> ProductLoop:
+    """Return the loop of dot products for bfloat16, and the loop of multiply-adds for float32 and float64.
+
+    A chain is a vector c, and one step computes c + x · x. Each round makes STEPS_PER_ROUND steps of every chain.
+    """
+    builder = Builder(Module(), PRODUCT_LOOP)
+    chains = machine.vector_registers - 4  # the other registers are for operands
+    tiles = RegisterTiles(builder, DOUBLE if dtype == "float64" else FLOAT, machine, dtype == "bfloat16")
+    (arguments,) = builder.arguments
+    x = arguments.at(8).load(POINTER).load(tiles.operand_vector)
+    sums = [Variable(builder, tiles.vector, 0) for _ in range(chains)]
+    with builder.loop(0, arguments.load(INT64)):
+        for _ in range(STEPS_PER_ROUND):
+            for each in sums:
+                each.set(tiles.multiply_add(x, x, each.get()))
+    total = functools.reduce(operator.add, (each.get() for each in sums))
+    arguments.at(16).load(POINTER).store(total)
+    builder.finish()
+    return ProductLoop(builder.module, chains * STEPS_PER_ROUND * tiles.lanes * tiles.pair_size * 2)

@@ -20,7 +20,7 @@ from .bound_call import BoundCall
 
 
 def tangent(
-    problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None, processor: Processor
+    problem: Problem, tangents: Tangents, saved: tuple[Any, Any], processor: Processor
 ) -> tuple[Any, Any] | None:
     """Return the tangents of output and lse. `saved` is (output, lse) of the forward pass.
 
@@ -35,13 +35,13 @@ def tangent(
     formula = score_tangent(problem.score, dict(zip(problem.tables, tangents.tables, strict=False)))
     formulas: tuple[Expression, ...] = () if formula is None else (formula,)
     roles = (*operands, *([SCORE] if formulas else []))
-    arguments, spec = prepare("tangent", problem, processor, formulas, roles=roles)
+    arguments = prepare("tangent", problem, processor, formulas, roles=roles)
     output = with_contiguous_rows(detach(output))
     values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
     for name, array in operands.items():
         values |= operand_fields(f"{name}_tangent", array, arguments.keep_alive)
     values["items"] = problem.B * problem.H * -(-problem.n // arguments.query_block)
-    call = BoundTangent(arguments, spec, Tangent, values, processor)
+    call = BoundTangent(arguments, Tangent, values)
     rows = (*problem.batch_shape, problem.H, problem.n)
     output_tangent, lse_tangent = empty((*rows, problem.d_v), problem.dtype, problem.query), np.empty(rows)
     arrays = {
@@ -52,13 +52,13 @@ def tangent(
         "output_tangent": output_tangent,
         "lse_tangent": lse_tangent,
     }
-    if call.run_first(threads, arguments, arrays) is None:
+    if call.run_first(arguments, arrays) is None:
         return None
     return output_tangent, convert(lse_tangent, problem.query)
 
 
 class BoundTangent(BoundCall):
-    """A call of the tangent kernel, which is repeated with other addresses and numbers; see `BoundCall`."""
+    """A call of the tangent kernel; see `BoundCall`."""
 
     call_fields = TANGENT_CALL_FIELDS
     min_parallel_multiplications = 1 << 20

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ...caching import cached_property
+from ...arrays.caching import cached_property
 from ...formula.expression import as_expression
 from ...formula.formula_checks import stay_inside_for_all_entries
 from ..codegen.abi import to_word
 from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
-from ..kernels.kernel_spec import KernelSpec
 from ..kernels.tile_search import (
     SEARCH_FIELDS,
     SearchSpec,
@@ -20,15 +19,12 @@ from ..kernels.tile_search import (
     has_arguments,
     tables_with_extremes,
 )
-from ..runtime.processor import Processor
 from .arguments import KernelArguments
 
 
 class BoundSearch:
     """A search for tile ranges with fixed formulas, lengths and table layouts. Each call gives tables and numbers.
 
-    Attributes
-    ----------
     packed : the argument block of the search
     capacity : the number of tile ranges for which a new buffer has memory
     is_needed : True if new records search for tile ranges: the ranges or the checks of the search depend on tables, no
@@ -37,8 +33,8 @@ class BoundSearch:
         If numbers decide it, the search of a call with other numbers fails.
     """
 
-    def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
-        problem, ranges = arguments.problem, arguments.tile_ranges
+    def __init__(self, arguments: KernelArguments) -> None:
+        problem, spec, ranges = arguments.problem, arguments.spec, arguments.tile_ranges
         mask, *others = arguments.formulas
         formulas = (as_expression(True) if mask is None else mask, *[f for f in others if f is not None])
         self.rows = ranges.batches * ranges.heads * ranges.query_blocks
@@ -65,16 +61,16 @@ class BoundSearch:
         clamped = [own for f, own in zip(arguments.formulas[1:], spec.clamped[1:], strict=True) if f is not None]
         texts = tuple(formula.text for formula in formulas[1:])
         self.spec = SearchSpec(formulas[0].text, texts, spec.tables, (spec.clamped[0], *clamped))
-        self.formulas, self.processor = formulas, processor
+        self.formulas, self.processor = formulas, arguments.processor
 
     @classmethod
-    def of(cls, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> BoundSearch | None:
+    def of(cls, arguments: KernelArguments) -> BoundSearch | None:
         """Return the search of a call; None if the bound tile ranges serve all calls, and nothing must be checked."""
         formulas = [formula for formula in arguments.formulas if formula is not None]
         mask = arguments.formulas[0]
         if arguments.has_tile_ranges and (mask is None or not has_arguments(mask)) and not checked_nodes(formulas):
             return None
-        return cls(arguments, spec, processor)
+        return cls(arguments)
 
     @cached_property
     def address(self) -> Any:

@@ -20,9 +20,9 @@ from ...arrays.operations import Framework, convert, dtype_name, empty, framewor
 from ...call.gradient_parts import MAX_LSE
 from ...call.problem import Problem
 from ...formula.expression import Expression
-from ...statistics import Statistic, unwrap_mean
+from ...statistics import Statistic
 from ...statistics.dispatch import formulas_of, is_in_weights_pass
-from ...statistics.extremum import join_extrema
+from ...statistics.reduction import join_extrema
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
 from ..kernels.kernel_spec import KEY_BLOCK, ReductionRole, round_up
 from ..kernels.weights_pass import WeightSums, WeightTiles
@@ -48,8 +48,6 @@ class BoundWeightsPass(BoundCall):
 class StatisticArrays:
     """The arrays of one statistic in a weights pass. No parameter refers to an array of the problem.
 
-    Parameters
-    ----------
     outputs : the arrays that the kernel fills
     finish : function (arrays) that returns the statistic's arrays
     """
@@ -62,11 +60,9 @@ class StatisticArrays:
 class StatisticsPass:
     """The weights pass of one or several statistics.
 
-    Parameters
-    ----------
     call : the bound call of the kernel
     statistics : the arrays of each statistic of the pass
-    indices : the index of each statistic among those that were given to `bind_passes`
+    indices : the index of each statistic in `Problem.see`
     reads_formulas : True if the kernel has the tables and numbers of all formulas of the call
     """
 
@@ -98,39 +94,39 @@ def _make_filled(make: Callable[[], Any], filler: float) -> Any:
 Bound = tuple[KernelArguments, StatisticsPass]
 
 
-def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Processor = HOST) -> list[Bound]:
-    """Return the bound weights passes of the statistics, and the arguments of each pass.
+def bind_passes(problem: Problem, processor: Processor = HOST) -> list[Bound]:
+    """Return the bound weights passes of the problem's statistics, and the arguments of each pass.
 
     A pass computes at most one grid of cells, one `top_k`, and `MAX_STATISTICS` in all. A matrix, a mean of matrices
     and cells within a rectangle each have their own pass. A statistic that no weights pass can compute is left out, and
     so is a statistic with nothing to compute.
     """
     groups: list[list[int]] = []
-    for index, statistic in enumerate(statistics):
+    for index, statistic in enumerate(problem.see):
         if not can_serve(problem, statistic):
             continue
-        group = next((group for group in groups if _can_join(statistic, [statistics[k] for k in group])), None)
+        group = next((group for group in groups if _can_join(statistic, [problem.see[k] for k in group])), None)
         if group is None:
             groups.append([index])
         else:
             group.append(index)
-    return [_bind(problem, [statistics[k] for k in group], tuple(group), processor) for group in groups]
+    return [_bind(problem, tuple(group), processor) for group in groups]
 
 
 def can_serve(problem: Problem, statistic: Statistic) -> bool:
     """True if there is a weights pass for the statistic, and something to compute."""
-    of: Any = unwrap_mean(statistic)
+    of: Any = statistic.unaveraged
     if 0 in problem.extent or not is_in_weights_pass(of) or (statistic.is_mean and of.fill_values != (0.0,)):
         return False
     return min(of.k, problem.m) <= MAX_TOP_K if of.k else 0 not in of.grid(problem.n, problem.m)
 
 
-def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> list[list[Any]] | None:
+def run_first(problem: Problem, lse: Any, bound: Bound) -> list[list[Any]] | None:
     """Return the arrays of each statistic of a pass, for the problem of `bind_passes`; None if the kernel failed."""
     arguments, bound_pass = bound
     lse = np.ascontiguousarray(to_numpy(lse), np.float64)
     arrays = [make() for make in bound_pass.make_makers(framework(problem.query))]
-    if bound_pass.call.run_first(threads, arguments, {"lse": lse}, arrays) is None:
+    if bound_pass.call.run_first(arguments, {"lse": lse}, arrays) is None:
         return None
     return bound_pass.finish(arrays)
 
@@ -146,35 +142,37 @@ def is_lse_imprecise(problem: Problem, lse: Any) -> bool:
 
 def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
     """True if a pass that computes the statistics `others` can compute this one as well."""
-    joined: list[Any] = [unwrap_mean(x) for x in (statistic, *others)]
+    joined: list[Any] = [x.unaveraged for x in (statistic, *others)]
     axes = [x.axes for x in joined]
     is_alone = "" in axes or any(x.axes == "ij" and x.within for x in joined)
     has_both = axes.count("ij") > 1 or sum([x.k > 0 for x in joined]) > 1
     return not (is_alone or has_both) and len(joined) <= MAX_STATISTICS
 
 
-def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int, ...], processor: Processor) -> Bound:
-    """Return the weights pass that computes all these statistics, and its arguments.
+def _bind(problem: Problem, indices: tuple[int, ...], processor: Processor) -> Bound:
+    """Return the weights pass that computes the statistics with these indices in `Problem.see`, and its arguments.
 
     The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout. So problems
     that differ only in V, sinks or dropout share one kernel. If a statistic has a formula, the kernel gets the tables
     and numbers of all formulas of the call.
     """
-    first, of_call = statistics[0], formulas_of(problem.see)
+    statistics, of_call = [problem.see[k] for k in indices], formulas_of(problem.see)
+    first = statistics[0]
     writer = WeightSums if first.is_mean else WeightStatistics if first.axes else WeightTiles
     kernel = {WeightSums: "weight_sums", WeightTiles: "weights", WeightStatistics: "statistics"}[writer]
-    roles = tuple([_role(unwrap_mean(x), of_call) for x in statistics])
+    roles = tuple([_role(x.unaveraged, of_call) for x in statistics])
     reads_formulas = any(isinstance(role, ReductionRole) and role.formula for role in roles)
     formulas = (of_call, []) if reads_formulas else ([], of_call)
     k = max(min(x.k, problem.m) for x in statistics)
-    arguments, spec = prepare(kernel, problem, processor, *formulas, roles=roles, k=k)
-    unit_stride = *spec.unit_stride[:2], True
-    spec = replace(spec, d_v=1, unit_stride=unit_stride, has_sinks=False, has_dropout=False)
+    arguments = prepare(kernel, problem, processor, *formulas, roles=roles, k=k)
+    unit_stride = *arguments.spec.unit_stride[:2], True
+    spec = replace(arguments.spec, d_v=1, unit_stride=unit_stride, has_sinks=False, has_dropout=False)
+    arguments.spec = spec
     grid = Grid.of(arguments, statistics)
     fields = {"batches": problem.B, **vars(grid)}
     if first.is_mean:
         fields |= _summed_heads(arguments, first)
-    call = BoundWeightsPass(arguments, spec, writer, fields, processor)
+    call = BoundWeightsPass(arguments, writer, fields)
     arrays = tuple([_describe_arrays(problem, statistic, grid) for statistic in statistics])
     return arguments, StatisticsPass(call, arrays, indices, reads_formulas)
 
@@ -225,26 +223,26 @@ class Grid:
         (first, last), (first_key, last_key) = cells.rectangle(n, m) if cells else ((0, n), (0, m))
         rows, columns = cells.grid(n, m) if cells else (0, 0)
         matrices = problem.B * problem.H // math.prod(statistics[0].summed_axes(problem))
-        query_blocks = -(-last // block) - first // block
-        split_size = -(-key_blocks // min(-(-TARGET_ITEMS // matrices), key_blocks)) if axes == {"i"} else key_blocks
-        num_splits = -(-key_blocks // split_size)
-        range_size = -(-query_blocks // min(-(-TARGET_ITEMS // (num_splits * matrices)), query_blocks))
-        range_size = 1 if axes <= {"", "j"} else range_size
-        num_ranges = -(-query_blocks // range_size)
+        end_block = -(-last // block)
+        splits = -(-TARGET_ITEMS // matrices) if axes == {"i"} else 1
+        split_size, num_splits = _equal_parts(key_blocks, splits)
+        query_blocks = end_block - first // block
+        ranges = query_blocks if axes <= {"", "j"} else -(-TARGET_ITEMS // (num_splits * matrices))
+        range_size, num_ranges = _equal_parts(query_blocks, ranges)
         return cls(
-            matrices * num_ranges * num_splits,
-            block,
-            first,
-            last,
-            first_key,
-            last_key,
-            -(-last // block),
-            range_size,
-            num_ranges,
-            split_size,
-            num_splits,
-            rows,
-            columns,
+            items=matrices * num_ranges * num_splits,
+            query_block=block,
+            first_query=first,
+            last_query=last,
+            first_key=first_key,
+            last_key=last_key,
+            query_blocks=end_block,
+            range_size=range_size,
+            num_ranges=num_ranges,
+            split_size=split_size,
+            num_splits=num_splits,
+            rows=rows,
+            columns=columns,
         )
 
     def rows_of_range(self, index: int) -> slice:
@@ -254,6 +252,12 @@ class Grid:
         edges = max(start, first), min(start + self.range_size * block, last) - 1
         low, high = (((i - first + 1) * self.rows - 1) // (last - first) for i in edges)
         return slice(low, high + 1)
+
+
+def _equal_parts(length: int, count: int) -> tuple[int, int]:
+    """Divide a length into at most `count` parts; return (length of a part, number). The last may be shorter."""
+    part = -(-length // min(count, length))
+    return part, -(-length // part)
 
 
 def _summed_heads(arguments: KernelArguments, mean: Statistic) -> dict[str, int]:
@@ -276,9 +280,7 @@ def _describe_arrays(problem: Problem, statistic: Any, grid: Grid) -> StatisticA
     filler: float | None = None
     finish: Callable[[list[Any]], list[Any]] = list
     if statistic.is_mean:
-        batches, heads = statistic.summed_axes(problem)
-        divisor = (1 if statistic.sums_batch else batches) * (heads if statistic.factors is None else 1)
-        finish = partial(_divide, divisor, dtypes[0])
+        finish = partial(_divide, statistic.divisor(problem), dtypes[0])
         dtypes, filler = (problem.accumulator,), 0.0
     elif statistic.k:
         shapes = ((*outer, n, min(statistic.k, m)),) * 2

@@ -23,7 +23,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ...caching import store
+from ...arrays.caching import store_entry
 from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
@@ -33,7 +33,7 @@ MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
 # iteration in one jump, and computes the shared parts of formulas once. The passes turn stack slots into registers and
 # join basic blocks. LLVM's code generation does the rest: common subexpressions, hoisting, scheduling. LLVM's full
 # pipeline took 25 to 50 times as long, and the kernels were equally fast.
-PASSES = ("sroa", "simplify_cfg")
+LLVM_PASSES = ("sroa", "simplify_cfg")
 # packages with modules that a first call imports
 LAZY_PACKAGES = {"array_api_compat", "llvmlite", "ml_dtypes", "platformdirs", "sightline"}
 MAX_IMPORT_WAITS = 100  # without a limit, a thread that forks inside its own import would wait forever
@@ -122,7 +122,7 @@ def get_or_compile(
             except BaseException:
                 llvmlite_lock.repair()
                 raise
-            store(_cache.kernels, identity, address, MAX_KERNELS_IN_MEMORY)
+            store_entry(_cache.kernels, identity, address, MAX_KERNELS_IN_MEMORY)
     _cache.locks.pop(identity, None)
     return address
 
@@ -137,7 +137,7 @@ def _load_or_compile(
         code = _cache.common_codes.get(shared)
         if code is None:
             code = _read_or_compile(shared, common.build_module, machine)
-            store(_cache.common_codes, shared, code, MAX_COMMON_CODES)
+            store_entry(_cache.common_codes, shared, code, MAX_COMMON_CODES)
         codes.append(code)
     return _load_objects(codes, name, machine)
 
@@ -177,7 +177,7 @@ def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
         parsed.verify()
         pass_builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options())
         passes = llvm.create_new_module_pass_manager()
-        for name in PASSES:
+        for name in LLVM_PASSES:
             getattr(passes, f"add_{name}_pass")()
         passes.run(parsed, pass_builder)
         yield parsed, target
@@ -186,12 +186,12 @@ def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
 def _load_objects(codes: Sequence[bytes], name: str, machine: Machine) -> Address:
     """Link the pieces of object code, and return the address of their function `name`.
 
-    Symbols that no piece defines (sinf, memset) are taken from this process.
+    Symbols that no piece defines (sinf, memset) are taken from this process. The engine's empty module is in LLVM's
+    global context. Garbage collection could free another context before the engine, which would then end the process.
     """
     llvm = _llvm()
-    empty = llvm.parse_assembly("", llvm.create_context())
     # use_lmm puts all sections of the code close together, because sections refer to each other by 32-bit offsets
-    engine = llvm.create_mcjit_compiler(empty, _target_machine(machine), use_lmm=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(machine), use_lmm=True)
     for code in codes:
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -23,7 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...caching import find_sources, hash_sources
 from ...errors import name_file
 
 CACHE_VARIABLE = "SIGHTLINE_CACHE"
@@ -149,13 +148,14 @@ def source_hash() -> str:
     UntrustedError
         A source file changed after this module was imported.
     """
-    package = Path(__file__).parents[2]
+    package, digest = Path(__file__).parents[2], hashlib.sha256()
     constants = "arrays/layouts.py", "arrays/row_formats.py", "call/gradient_parts.py", "reference/dropout.py"
-    files = find_sources(package, "cpu", "formula", *constants)  # the constants of these modules are in the kernels
-    for file in files:
+    writers = [file for folder in ("cpu", "formula") for file in sorted((package / folder).rglob("*.py"))]
+    for file in (*writers, *[package / name for name in constants]):  # kernels contain constants of these modules
         if file.stat().st_mtime > IMPORT_TIME:
             raise UntrustedError(f"{file} changed after it was imported; start Python again")
-    return hash_sources(package, files)
+        digest.update(f"{file.relative_to(package).as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ...caching import cached_property
+from ...arrays.caching import cached_property
 from ...call.request import CPU_VARIABLE
 from ...errors import ParameterError
 from . import llvmlite_lock
@@ -141,7 +141,7 @@ def host() -> Machine:
         `SIGHTLINE_CPU` names no machine, or a machine whose kernels this processor cannot run.
     """
     wanted = os.environ.get(CPU_VARIABLE)
-    return restrict(native_machine(), wanted) if wanted else native_machine()
+    return restrict_machine(native_machine(), wanted) if wanted else native_machine()
 
 
 @cache
@@ -157,7 +157,7 @@ def native_machine() -> Machine:
 
 
 @cache
-def restrict(machine: Machine, name: str) -> Machine:
+def restrict_machine(machine: Machine, name: str) -> Machine:
     """Return the machine called `name`, with the triple of `machine`.
 
     Raises

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ...arrays.operations import layout
+from ...arrays.operations import strides_of
 from ...call.problem import Problem
 from ...formula.expression import Expression
 from ...formula.formula_checks import find_index_ranges
@@ -82,7 +82,7 @@ def _named_formulas(problem: Problem, others: Sequence[NamedFormula]) -> list[Na
 
 def _byte_extent(table: Table) -> float:
     """Return the bytes between the first and the last entry of a table, gaps between entries included."""
-    strides = layout(table.array)[1]
+    strides = strides_of(table.array)
     return float(sum(max(length - 1, 0) * abs(stride) for length, stride in zip(table.shape, strides, strict=True)))
 
 

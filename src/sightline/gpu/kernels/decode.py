@@ -13,42 +13,18 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .forward import ForwardArguments, QueryBlock, SoftmaxState, compute_block, init, process_range, store
+from .forward import SoftmaxState, compute_block, init, process_range, store
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 UNROLL_FACTOR = tl.constexpr(8)  # splits whose loads `merge_splits` overlaps, instead of waiting for each load
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "num_splits", "split_size"])
-def decode(
-    query,
-    key,
-    value,
-    split_output,
-    split_lse,
-    n: tl.int32,
-    m: tl.int32,
-    H: tl.int32,
-    group: tl.int32,
-    num_splits: tl.int32,
-    split_size: tl.int32,
-    sign: tl.float64,
-    scale: tl.float64,
-    unit: tl.float64,
-    schedule,
-    dropout_state,
-    tables,
-    formulas,
-    meta: tl.constexpr,
-):
+def decode(arrays, n, m, H, group, num_splits, split_size, scale: tl.float64, formulas, meta: tl.constexpr):
     """Compute attention for a block of queries of a group of heads over one split of the keys.
 
-    Parameters
-    ----------
-    split_output : (num_splits, B, H, n, d_v) in the accumulator's dtype: the softmax over each split times V
-    split_lse : (num_splits, B, H, n) float64: log2 Σ 2^x over each split, where x is the final score in base 2
-        It is −∞ for a query without a visible key in the split.
-    num_splits, split_size : number of splits, and number of tiles in a split
+    The kernel writes `arrays.split_output`, and `arrays.split_lse` = log2 Σ 2^x over each split, where x is the final
+    score in base 2. It is −∞ for a query without a visible key in the split. A split has `split_size` tiles.
     """
     item = tl.program_id(0)
     split, position = item % num_splits, item // num_splits
@@ -59,84 +35,64 @@ def decode(
     inside = rows < group * n
     rows = tl.minimum(rows, group * n - 1)
     h, i = g * group + rows // n, rows % n
-    q = tile_ops.gather_rows(tile_ops.locate_head(query, b, h), i, inside, meta.d_k, meta.padded_d_k, meta)
-    q, k, v = tile_ops.apply_sign(q, sign, meta), tile_ops.locate_head(key, b, g), tile_ops.locate_head(value, b, g)
+    q = tile_ops.gather_rows(tile_ops.locate_head(arrays.query, b, h), i, inside, meta.d_k, meta.padded_d_k, meta)
+    args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
+    q = tile_ops.apply_sign(q, meta)
+    k, v = tile_ops.locate_head(arrays.key, b, g), tile_ops.locate_head(arrays.value, b, g)
     location = tile_ops.BlockLocation(b, h, i, n, m)
-    scale = tile_ops.scalar(scale, meta.accumulator)
-    queries = QueryBlock(q, k, v, location, scale, tile_ops.scalar(unit, meta.accumulator), dropout_state, tables)
-    row = ScheduleRow(schedule, b, 0, 0, m, (split * split_size, (split + 1) * split_size), False)
+    scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
+    queries = tile_ops.QueryBlock(q, k, v, location, scale, unit, arrays.tables, arrays.dropout_state)
+    row = ScheduleRow(arrays.schedule, b, 0, 0, m, (split * split_size, (split + 1) * split_size), False)
     state = init(None, 0, False, meta)
     state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, queries, formulas, False, meta)
     nothing = state.total == 0
     safe = tl.where(nothing, 1.0, state.total)
     at = ((tl.cast(split, tl.int64) * tl.num_programs(0) // (num_splits * blocks * G) + b) * H + h) * n + i
     column = tl.arange(0, meta.padded_d_v)[None, :]
-    tl.store(split_output + at * meta.d_v + column, state.output / safe[:, None], mask=inside & (column < meta.d_v))
-    base = state.maximum.to(tl.float64) * tile_ops.scalar(unit, tl.float64)
+    location = arrays.split_output + at * meta.d_v + column
+    tl.store(location, state.output / safe[:, None], mask=inside & (column < meta.d_v))
+    base = state.maximum.to(tl.float64) * args.unit
     sums = base + tl.log2(safe.to(tl.float64) + state.compensation.to(tl.float64))
-    tl.store(split_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
+    tl.store(arrays.split_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "num_splits"])
 def merge_splits(
-    query,
-    key,
-    value,
-    output,
-    lse,
-    split_output,
-    split_lse,
-    n: tl.int32,
-    m: tl.int32,
-    H: tl.int32,
-    group: tl.int32,
-    num_splits: tl.int32,
-    sign: tl.float64,
-    scale: tl.float64,
-    unit: tl.float64,
-    schedule,
-    sinks,
-    dropout_state,
-    dropout_scale: tl.float64,
-    tables,
-    formulas,
-    meta: tl.constexpr,
-    nan_safe_meta: tl.constexpr,
+    arrays, n, m, H, group, num_splits, scale: tl.float64, dropout_scale: tl.float64, formulas, meta: tl.constexpr
 ):
     """Merge the splits of the queries of one head.
 
-    If the merged output of the head has NaN, the kernel recomputes the head NaN-safe, with the tile sizes of
-    `nan_safe_meta`, which are large enough for matrix products. `meta.rows` is only n rounded up to a power of two,
-    because merging multiplies no matrices. With few rows, many loads overlap.
+    If the merged output of the head has NaN, the kernel recomputes the head NaN-safe. Its tiles then have `meta.rows`
+    queries, enough for matrix products. Merging multiplies no matrices, so it has only `meta.merged_rows` queries: with
+    few rows, many loads overlap.
     """
+    ROWS: tl.constexpr = meta.merged_rows
     position = tl.program_id(0)
-    rows, column = tl.arange(0, meta.rows), tl.arange(0, meta.padded_d_v)[None, :]
+    rows, column = tl.arange(0, ROWS), tl.arange(0, meta.padded_d_v)[None, :]
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     step = tl.cast(tl.num_programs(0), tl.int64) * n  # number of rows of `split_lse` for one split
-    maximum = tl.full((meta.rows,), float("-inf"), tl.float64)
-    if sinks is not None:
-        maximum = tl.zeros((meta.rows,), tl.float64) + tl.load(sinks + position % H) * tile_ops.LOG2_E
+    maximum = tl.full((ROWS,), float("-inf"), tl.float64)
+    if arrays.sinks is not None:
+        maximum = tl.zeros((ROWS,), tl.float64) + tl.load(arrays.sinks + position % H) * tile_ops.LOG2_E
     sink = maximum
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
-        maximum = tl.maximum(maximum, tl.load(split_lse + split * step + at, mask=inside, other=float("-inf")))
+        power = tl.load(arrays.split_lse + split * step + at, mask=inside, other=float("-inf"))
+        maximum = tl.maximum(maximum, power)
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.exp2(sink - shift)
-    found = tl.zeros((meta.rows, meta.padded_d_v), meta.accumulator)
+    found = tl.zeros((ROWS, meta.padded_d_v), meta.accumulator)
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
-        power = tl.load(split_lse + split * step + at, mask=inside, other=float("-inf"))
+        power = tl.load(arrays.split_lse + split * step + at, mask=inside, other=float("-inf"))
         weight = tl.exp2((power - shift).to(meta.accumulator))  # exact enough, and float64 exp2 has branches
         total += weight.to(tl.float64)
-        location = split_output + (split * step + at)[:, None] * meta.d_v + column
+        location = arrays.split_output + (split * step + at)[:, None] * meta.d_v + column
         share = tl.load(location, mask=inside[:, None] & (column < meta.d_v), other=0.0)
         found += weight[:, None] * share
-    args = ForwardArguments(
-        *(query, key, value, output, lse, n, m, H, group, sign, scale, unit),
-        *(schedule, sinks, dropout_state, dropout_scale, tables),
-    )
+    args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), dropout_scale)
     if tile_ops.has_nan(found) != 0:
-        state = compute_block(args, position, 0, 0, formulas, 0, True, nan_safe_meta)
-        store(state, args, position, 0, unit, nan_safe_meta)
+        state = compute_block(args, position, 0, 0, formulas, 0, True, meta)
+        store(state, args, position, 0, args.unit, meta.rows, meta)
     else:
         high = total.to(meta.accumulator)
         merged = SoftmaxState(found, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
-        store(merged, args, position, 0, 1.0, meta)
+        store(merged, args, position, 0, 1.0, ROWS, meta)

@@ -19,7 +19,6 @@ row of V of this weight was added before that tile.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -27,19 +26,6 @@ import triton.language as tl
 
 from . import fused_statistics, tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
-
-
-class ForwardArguments(
-    namedtuple(
-        "ForwardArguments",
-        "query key value output lse n m H group sign scale unit schedule sinks dropout_state dropout_scale tables",
-    )
-):
-    """The arguments of a kernel that `compute_block` and `store` read; see `forward`."""
-
-
-class QueryBlock(namedtuple("QueryBlock", "query key value location scale unit dropout_state tables")):
-    """A block of queries, and the heads of K and V that they attend to."""
 
 
 class SoftmaxState(NamedTuple):
@@ -94,7 +80,7 @@ def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, m
         )
         step = (x, p, sums, tile_max, alpha, log2_alpha)
         fused = fused_statistics.update(fused, s, step, j, block, formulas, meta)
-        if block.dropout_state is not None:
+        if len(block.dropout_state) > 0:
             p = tl.where(tile_ops.dropout_mask(block.dropout_state, block.location, j0, meta.rows, meta.keys), p, 0.0)
         v = tile_ops.load_rows(block.value, j0, meta.keys, m, meta.d_v, meta.padded_d_v, bound, meta)
         if NAN_SAFE:
@@ -121,15 +107,15 @@ def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
 
 
 @triton.jit
-def store(state, args, position, first, unit, meta):
-    """Write O / l and lse of the block of queries that begins at query `first` of a head.
+def store(state, args, position, first, unit, ROWS: tl.constexpr, meta):
+    """Write O / l and lse of the block of ROWS queries that begins at query `first` of a head.
 
     `unit` times the running maximum is an exponent of 2. For a query without a visible key O / l is 0, and lse is the
     sink, or −∞ without a sink.
     """
-    n, output = args.n, args.output
+    n, output = args.n, args.arrays.output
     dropout_scale = tile_ops.scalar(args.dropout_scale, meta.accumulator)
-    rows = first + tl.arange(0, meta.rows)
+    rows = first + tl.arange(0, ROWS)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     safe = tl.where(state.total == 0, 1.0, state.total)
     column = tl.arange(0, meta.padded_d_v)[None, :]
@@ -137,8 +123,8 @@ def store(state, args, position, first, unit, meta):
     tl.store(output + at[:, None] * meta.d_v + column, rows, mask=inside[:, None] & (column < meta.d_v))
     unit = tile_ops.scalar(unit, tl.float64)
     h = position % args.H
-    found = tile_ops.compute_lse(state.maximum, state.total, state.compensation, args.sinks, h, unit)
-    tl.store(args.lse + at, found, mask=inside)
+    found = tile_ops.compute_lse(state.maximum, state.total, state.compensation, args.arrays.sinks, h, unit)
+    tl.store(args.arrays.lse + at, found, mask=inside)
 
 
 @triton.jit
@@ -147,19 +133,13 @@ def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_
 
     `position` is b · H + h, and `row` is the index of the block in the head's part of the schedule.
     """
-    b, h, n, m = position // args.H, position % args.H, args.n, args.m
-    q = tile_ops.load_queries(args.query, b, h, first, n, args.sign, meta)
-    g = h // args.group
-    key, value = tile_ops.locate_head(args.key, b, g), tile_ops.locate_head(args.value, b, g)
-    location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
-    scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
-    block = QueryBlock(q, key, value, location, scale, unit, args.dropout_state, args.tables)
-    sink = None
-    if args.sinks is not None:
-        logit = tl.load(args.sinks + h) * tile_ops.LOG2_E / tile_ops.scalar(args.unit, tl.float64)
+    b, h = position // args.H, position % args.H
+    block, sink = tile_ops.load_query_block(args, b, h, first, meta), None
+    if args.arrays.sinks is not None:
+        logit = tl.load(args.arrays.sinks + h) * tile_ops.LOG2_E / tile_ops.scalar(args.unit, tl.float64)
         sink = tl.where(logit > 0, tile_ops.clamp_finite(logit, meta), logit.to(meta.accumulator))
     state = init(sink, SUMS, NAN_SAFE, meta)
-    row = ScheduleRow(args.schedule, b, h, row, m, None, False)
+    row = ScheduleRow(args.arrays.schedule, b, h, row, args.m, None, False)
     state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, block, formulas, NAN_SAFE, meta)
     if NAN_SAFE:
         output, total, compensation, maximum, nonfinite, fused_state = state
@@ -172,70 +152,40 @@ def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_
     repr=tile_ops.name_variants("forward", "forward_nan_safe"),
 )
 def forward(
-    query,
-    key,
-    value,
-    output,
-    lse,
-    nonfinite_flags,
-    n: tl.int32,
-    m: tl.int32,
-    H: tl.int32,
-    group: tl.int32,
-    blocks: tl.int32,
-    items: tl.int32,
-    sign: tl.float64,
-    scale: tl.float64,
-    unit: tl.float64,
-    schedule,
-    sinks,
-    dropout_state,
-    dropout_scale: tl.float64,
-    tables,
-    seen,
-    formulas,
-    meta: tl.constexpr,
-    SUBBLOCKS: tl.constexpr,
+    arrays, n, m, H, group, blocks, items, scale: tl.float64, dropout_scale: tl.float64, formulas, meta: tl.constexpr
 ):
     """Compute attention for one block of queries of a head.
 
-    If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes some of the flagged blocks. It
-    divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries. If `nonfinite_flags` is None, NaN-safe code
-    computes every block.
+    If `meta.subblocks` is not 0, the kernel is its NaN-safe variant: each program recomputes some of the flagged
+    blocks, and divides a flagged block into `meta.subblocks` blocks of `meta.rows` queries. If `arrays.nonfinite_flags`
+    is None, NaN-safe code computes every block.
 
     Parameters
     ----------
-    query, key, value : `tile_ops.Array`
-    output, lse : (B, H, n, d_v) and float64 (B, H, n), contiguous
-    nonfinite_flags : int32, one for each block: 1 if the output of the block has NaN; or None
+    arrays : `tile_ops.KernelArrays`
     blocks : number of blocks of queries in a head
         The last blocks of a head run first, since a causal mask gives them the most tiles.
     items : number of blocks of all heads
-    sign, scale, unit : see `Operands.scale_arguments`
-    schedule : a `tile_loop.GpuSchedule`, or None if there is no mask
-    sinks : (H,) float64, or None
-    dropout_state, dropout_scale : see `Operands.dropout_arguments`
-    seen : the arrays that `fused_statistics.store` writes
+    scale : the size of the problem's scale, or 1 if that is 0; see `MetaParameters.sign`
+    dropout_scale : see `GpuOperands.dropout_scale`
     """
-    args = ForwardArguments(
-        *(query, key, value, output, lse, n, m, H, group, sign, scale, unit),
-        *(schedule, sinks, dropout_state, dropout_scale, tables),
-    )
-    if SUBBLOCKS == 0:
+    args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), dropout_scale)
+    flags, seen = arrays.nonfinite_flags, arrays.seen
+    if meta.subblocks == 0:
         item = tl.program_id(0)
         position, block = item // blocks, blocks - 1 - item % blocks
         first = block * meta.rows
-        state = compute_block(args, position, first, block, formulas, len(seen[3]), nonfinite_flags is None, meta)
-        if nonfinite_flags is not None:
-            tl.store(nonfinite_flags + item, tile_ops.has_nan(state.output))
-        store(state, args, position, first, unit, meta)
-        scale = tile_ops.scalar(scale, meta.accumulator)
+        state = compute_block(args, position, first, block, formulas, len(seen[3]), flags is None, meta)
+        if flags is not None:
+            tl.store(flags + item, tile_ops.has_nan(state.output))
+        store(state, args, position, first, args.unit, meta.rows, meta)
+        scale = tile_ops.scalar(args.scale, meta.accumulator)
         fused_statistics.store(state, seen, position, first, n, scale, formulas, meta)
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
-            if tl.load(nonfinite_flags + item) != 0:
+            if tl.load(flags + item) != 0:
                 position, block = item // blocks, blocks - 1 - item % blocks
-                for subblock in range(SUBBLOCKS):
-                    first = (block * SUBBLOCKS + subblock) * meta.rows
+                for subblock in range(meta.subblocks):
+                    first = (block * meta.subblocks + subblock) * meta.rows
                     state = compute_block(args, position, first, block, formulas, 0, True, meta)
-                    store(state, args, position, first, unit, meta)
+                    store(state, args, position, first, args.unit, meta.rows, meta)

@@ -35,21 +35,32 @@ class MetaParameters:
     even: bool  # True if the problem's number of keys is a multiple of the tile size `keys`
     index_type: Any  # integer type of the offsets within a tile
     accumulator: Any  # float type of scores and sums
+    sign: float  # the sign of the problem's scale, 1, −1 or 0: s = Q Kᵀ · sign · scale is a score before its formula
     precision: str  # the precision of float32 products: "ieee" or "tf32"
     widens_operands: bool  # True if tiles are widened to `accumulator`, as Triton's interpreter needs for bfloat16
     max_score: bool = False  # True if the forward kernel also computes the largest score of each query and its key
     entropy: bool = False  # True if the forward kernel also computes the entropy of each query
+    subblocks: int = 0  # number of blocks of this size in a flagged block, which a NaN-safe launch recomputes; else 0
+    merged_rows: int = 0  # in `merge_splits`, the number of queries rounded up to a power of two
+    is_grouped: bool = False  # in `backward_keys`, True if several query heads share a key head and schedule rows
+    heads_differ: bool = False  # in `backward_keys`, True if they share a key head, and have schedule rows of their own
+    all_full: bool = False  # in `backward_keys`, True if tiles divide the queries and the keys
+    kinds: tuple[str, ...] = ()  # in `backward_queries`, the kind of each lookup whose table has a gradient
+    sequential: bool = False  # in `backward_queries`, True if one of the kinds is "pair": see there
+    shares_batches: bool = False  # in `backward_queries`, True if batches read the same entry of such a table
+    shares_heads: bool = False  # as `shares_batches`, for heads
+    output_kind: str = ""  # of `dense_weights`
 
 
 def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
     """Return the option `repr` of `triton.jit` for a kernel with two variants.
 
-    Profilers show the name `nan_safe` if SUBBLOCKS is not 0, else the name `plain`.
+    Profilers show the name `nan_safe` if `meta.subblocks` is not 0, else the name `plain`.
     """
-    return lambda specialization: nan_safe if specialization.constants["SUBBLOCKS"] else plain
+    return lambda found: nan_safe if tl.core._unwrap_if_constexpr(found.constants["meta"].subblocks) else plain
 
 
-class Array(NamedTuple):
+class StridedArray(NamedTuple):
     """An array (*batch, heads, rows, columns) as `launch.arguments.to_operand` passes it. Strides count entries."""
 
     start: Any
@@ -58,6 +69,35 @@ class Array(NamedTuple):
     head: Any  # the stride between heads
     row: Any  # the stride between rows
     column: Any  # the stride between columns
+
+
+class KernelArrays(NamedTuple):
+    """The arrays that a kernel reads and writes; None for what it lacks. B, H and n are lengths of the problem."""
+
+    query: Any  # a `StridedArray`, as are `key`, `value`, `d_output`, and the `output` that `backward_preprocess` reads
+    key: Any
+    value: Any
+    tables: Any  # for each table (pointer, strides, lengths), see `codegen.render_triton`
+    schedule: Any = None  # a `tile_loop.GpuSchedule`; None without a mask
+    sinks: Any = None  # (H,) float64
+    dropout_state: Any = ()  # what `dropout_mask` reads; () if no weight is dropped
+    output: Any = None  # (B, H, n, d_v), contiguous where a kernel writes it
+    lse: Any = None  # (B, H, n) float64, contiguous
+    nonfinite_flags: Any = None  # int32, one for each block: 1 if a result of the block has NaN, or is not finite
+    seen: Any = (None, None, None, ())  # arrays of statistics; see `fused_statistics.store`, and the second pass
+    split_output: Any = None  # (splits, B, H, n, d_v): in `decode` the softmax over each split times V
+    split_lse: Any = None  # (splits, B, H, n) float64: in `decode` log2 Σ 2^x over each split
+    d_output: Any = None
+    d_lse: Any = None  # (B, H, n) float64, contiguous; None means 0
+    rows: Any = None  # (B, H, n, 4): high, low, δ and no number for each query, which `backward_preprocess` writes
+    d_query: Any = None  # (B, H, n, d_k), contiguous, as are `d_key` (B, G, m, d_k) and `d_value` (B, G, m, d_v)
+    d_key: Any = None
+    d_value: Any = None
+    sums: Any = None  # for each lookup whose table has a gradient the array of sums, see `table_gradient`
+
+
+class Arguments(namedtuple("Arguments", "arrays n m H group scale unit dropout_scale")):
+    """The arguments of a kernel that device functions read. `unit` is that of `find_unit`."""
 
 
 class Head(namedtuple("Head", "start row column")):
@@ -75,10 +115,29 @@ class BlockLocation(namedtuple("BlockLocation", "b h i n m")):
     """
 
 
+class QueryBlock(namedtuple("QueryBlock", "query key value location scale unit tables dropout_state")):
+    """A block of queries, and the heads of K and V that they attend to.
+
+    `scale` and `unit` have the accumulator's type.
+    """
+
+
 @triton.jit
 def scalar(x, dtype: tl.constexpr):
     """Return a kernel's argument x in the type `dtype`, without rounding x to a narrower type first."""
     return tl.full((), x, dtype)
+
+
+@triton.jit
+def find_unit(scale, formulas):
+    """Return the float64 `unit`: kernels compute e^S of a final score S as 2^(x · unit).
+
+    With a score formula x is S; without one x is Q Kᵀ · sign, which is not yet scaled.
+    """
+    unit = scalar(LOG2_E, tl.float64)  # Triton's interpreter rounds the factor LOG2_E of a scalar to float32
+    if formulas.score_at is None:
+        unit = unit * scale
+    return unit
 
 
 @triton.jit
@@ -90,9 +149,14 @@ def clamp_finite(x, meta):
 
 
 @triton.jit
-def apply_sign(x, sign, meta):
-    """Return queries or keys x multiplied by the sign of the scale, which rounds nothing."""
-    return (x * scalar(sign, meta.accumulator)).to(x.dtype)
+def apply_sign(x, meta):
+    """Return queries or keys x multiplied by the sign of the scale, which rounds nothing.
+
+    A product, even by 1, would take x through registers for every matrix product that reads it.
+    """
+    if meta.sign != 1:
+        x = (x * scalar(meta.sign, meta.accumulator)).to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -136,10 +200,21 @@ def load_transposed(head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def load_queries(query, b, h, first, n, sign, meta):
+def load_queries(query, b, h, first, n, meta):
     """Return the block of queries of a head that begins at query `first`, times the sign of the scale."""
     q = load_rows(locate_head(query, b, h), first, meta.rows, n, meta.d_k, meta.padded_d_k, True, meta)
-    return apply_sign(q, sign, meta)
+    return apply_sign(q, meta)
+
+
+@triton.jit
+def load_query_block(args, b, h, first, meta):
+    """Return the `QueryBlock` that begins at query `first` of a head."""
+    g, arrays = h // args.group, args.arrays
+    q = load_queries(arrays.query, b, h, first, args.n, meta)
+    location = BlockLocation(b, h, query_indices(first, args.n, meta), args.n, args.m)
+    scale, unit = scalar(args.scale, meta.accumulator), scalar(args.unit, meta.accumulator)
+    key, value = locate_head(arrays.key, b, g), locate_head(arrays.value, b, g)
+    return QueryBlock(q, key, value, location, scale, unit, arrays.tables, arrays.dropout_state)
 
 
 @triton.jit
@@ -185,7 +260,7 @@ def compute_scores(products, location, j, scale, tables, formulas, PARTIAL: tl.c
 
     A full tile (PARTIAL is False) has no such pairs, so they are not looked for. With a score formula, the scores are
     in nats. Without a score formula they are not yet scaled, so that scaling and shifting together round once. `j` has
-    the shape (1, keys).
+    the shape (1, keys); in a transposed tile, `location.i` is the row and `j` the column.
     """
     b, h, i, n, m = location
     s = products
@@ -254,14 +329,17 @@ def load_lse(lse, position, first, n, unit, meta):
 
 
 @triton.jit
-def weight(s, unit, lse):
-    """Return P = 2^((s − lse) · unit) for scores s of `compute_scores`. `lse` is the (high, low) of `load_lse`.
+def weight(s, unit, lse, NAN_SAFE: tl.constexpr = False):
+    """Return P = 2^((s − lse) · unit) for scores s of `compute_scores`. `lse` is the pair of `load_lse`.
 
-    The difference s − lse is exact for scores near lse, however large the scores are.
+    The difference s − lse is exact for scores near lse, however large the scores are. If NAN_SAFE, P is 0 where s is
+    −∞, also if lse is NaN.
     """
     high, low = lse
-    x = tl.minimum((s - high) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.exp2(x * unit)
+    p = tl.exp2(tl.minimum((s - high) - low, 0.0, propagate_nan=tl.PropagateNan.ALL) * unit)
+    if NAN_SAFE:
+        p = tl.where(s == float("-inf"), 0.0, p)
+    return p
 
 
 @triton.jit
@@ -274,7 +352,7 @@ def _unpack_word(number):
 def dropout_mask(dropout_state, location, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Return a matrix (ROWS, KEYS) that is True where dropout keeps the weight; see `sightline.reference.dropout`.
 
-    `dropout_state` is that of `Operands.dropout_arguments`. `first` is the first key, a multiple of 4.
+    `dropout_state` is that of `launch.arguments.dropout_state`. `first` is the first key, a multiple of 4.
     """
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)

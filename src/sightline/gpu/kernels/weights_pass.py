@@ -23,12 +23,8 @@ from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 
-class WeightsArguments(namedtuple("WeightsArguments", "query key lse n m H group sign scale unit tables")):
-    """The arguments that the kernels of the second pass share."""
-
-
-class WeightsQueryBlock(namedtuple("WeightsQueryBlock", "query key location lse scale unit tables extra")):
-    """A block of queries, and the key head that they attend to.
+class WeightsBlock(namedtuple("WeightsBlock", "queries lse extra")):
+    """A `tile_ops.QueryBlock`, and the lse of its queries.
 
     `lse` is (high, low); `high` and `low` have the shape (rows, 1). `extra` has arguments that only one kernel needs.
     """
@@ -36,25 +32,27 @@ class WeightsQueryBlock(namedtuple("WeightsQueryBlock", "query key location lse 
 
 @triton.jit
 def load_block(args, b, h, first, extra, meta):
-    """Return the `WeightsQueryBlock` of queries that begins at query `first` of a head."""
-    high, low = tile_ops.load_lse(args.lse, b * args.H + h, first, args.n, args.unit, meta)
-    q = tile_ops.load_queries(args.query, b, h, first, args.n, args.sign, meta)
-    head = tile_ops.locate_head(args.key, b, h // args.group)
-    location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, args.n, meta), args.n, args.m)
-    lse = (high[:, None], low[:, None])
-    scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
-    return WeightsQueryBlock(q, head, location, lse, scale, unit, args.tables, extra)
+    """Return the `WeightsBlock` that begins at query `first` of a head."""
+    high, low = tile_ops.load_lse(args.arrays.lse, b * args.H + h, first, args.n, args.unit, meta)
+    queries = tile_ops.load_query_block(args, b, h, first, meta)
+    return WeightsBlock(queries, (high[:, None], low[:, None]), extra)
 
 
 @triton.jit
 def compute_scores(block, first, formulas, PARTIAL: tl.constexpr, meta):
     """Return the final scores of the tile that begins at key `first`, see `tile_ops.compute_scores`."""
     bound: tl.constexpr = PARTIAL and not meta.even
-    m = block.location.m
-    k = tile_ops.load_transposed(block.key, first, meta.keys, m, meta.d_k, meta.padded_d_k, bound, meta)
-    products = tl.dot(block.query, k, input_precision=meta.precision)
+    queries, location = block.queries, block.queries.location
+    k = tile_ops.load_transposed(queries.key, first, meta.keys, location.m, meta.d_k, meta.padded_d_k, bound, meta)
+    products = tl.dot(queries.query, k, input_precision=meta.precision)
     j = first + tl.arange(0, meta.keys)[None, :]
-    return tile_ops.compute_scores(products, block.location, j, block.scale, block.tables, formulas, PARTIAL, meta)
+    return tile_ops.compute_scores(products, location, j, queries.scale, queries.tables, formulas, PARTIAL, meta)
+
+
+@triton.jit
+def compute_weights(s, block):
+    """Return the weights of a tile from the scores of `compute_scores`."""
+    return tile_ops.weight(s, block.queries.unit, block.lse)
 
 
 @triton.jit
@@ -71,70 +69,49 @@ def reduce(block, axis: tl.constexpr, USE_MAX: tl.constexpr):
 
 # -- the whole matrix of weights or scores -----------------------------------------------------------------------------
 @triton.jit
-def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta, PARTIAL: tl.constexpr):
+def store_range(_, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """Write the tiles `first` ... `last` − 1. For "sums", add the weights to what this program has already written."""
     corner, rows = block.extra
-    m = block.location.m
+    m = block.queries.location.m
     down, across = tl.arange(0, meta.rows)[:, None], tl.arange(0, meta.keys)[None, :]
     for tile in range(first, last):
         j0 = tile * meta.keys
         s = compute_scores(block, j0, formulas, PARTIAL, meta)
         pointers = corner + j0 + (tl.cast(down, tl.int64) * m + across)
         inside = (down < rows) & (across < m - j0)
-        if OUTPUT_KIND == "scores":
+        if meta.output_kind == "scores":
             if formulas.score_at is None:
-                s = s * block.scale
+                s = s * block.queries.scale
             tl.store(pointers, s, mask=inside)
-        elif OUTPUT_KIND == "weights":
-            p = tile_ops.weight(s, block.unit, block.lse)
-            tl.store(pointers, p.to(corner.dtype.element_ty), mask=inside)
+        elif meta.output_kind == "weights":
+            tl.store(pointers, compute_weights(s, block).to(corner.dtype.element_ty), mask=inside)
         else:
             total = tl.load(pointers, mask=inside, other=0.0)
-            tl.store(pointers, total + tile_ops.weight(s, block.unit, block.lse), mask=inside)
+            tl.store(pointers, total + compute_weights(s, block), mask=inside)
     return ()
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "batches", "heads"])
-def dense_weights(
-    query,
-    key,
-    lse,
-    output,
-    n: tl.int32,
-    m: tl.int32,
-    H: tl.int32,
-    group: tl.int32,
-    blocks: tl.int32,
-    batches: tl.int32,
-    heads: tl.int32,
-    sign: tl.float64,
-    scale: tl.float64,
-    unit: tl.float64,
-    schedule,
-    tables,
-    formulas,
-    meta: tl.constexpr,
-    OUTPUT_KIND: tl.constexpr,
-):
+def dense_weights(arrays, n, m, H, group, blocks, batches, heads, scale: tl.float64, formulas, meta: tl.constexpr):
     """Write P or S of a block of queries, or P summed over batches and heads.
 
     Parameters
     ----------
-    output : (number of matrices, n, m), which already holds the result of the tiles that are not visited
+    arrays : `arrays.seen` is a matrix (number of matrices, n, m), which holds the result of tiles that are not visited
     batches, heads : numbers of batches and heads that are summed to one matrix; one program loops over them
-    OUTPUT_KIND : "weights", "scores" in nats, or "sums" of weights
+    meta : its `output_kind` is "weights", "scores" in nats, or "sums" of weights
     """
     item = tl.program_id(0)
     matrix, row = item // blocks, blocks - 1 - item % blocks
     across = H // heads  # number of matrices of a batch
     first = row * meta.rows
-    corner = output + (tl.cast(matrix, tl.int64) * n + first) * m
-    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    corner = arrays.seen[0] + (tl.cast(matrix, tl.int64) * n + first) * m
+    args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
     for k in range(batches * heads):
         b, h = matrix // across * batches + k // heads, matrix % across * heads + k % heads
         block = load_block(args, b, h, first, (corner, n - first), meta)
-        schedule_row = ScheduleRow(schedule, b, h, row, m, None, False)
-        loop_over_tiles((), store_range, schedule_row, meta.keys, meta.even, block, formulas, OUTPUT_KIND, meta)
+        schedule_row = ScheduleRow(arrays.schedule, b, h, row, m, None, False)
+        loop_over_tiles((), store_range, schedule_row, meta.keys, meta.even, block, formulas, None, meta)
         tl.debug_barrier()  # the next iteration reads what other threads wrote in this iteration
 
 
@@ -154,11 +131,11 @@ def receive_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, me
     for tile in range(first, last):
         i0 = tile * meta.rows
         location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, meta), n, args.m)
-        q = tile_ops.load_queries(args.query, b, h, i0, n, args.sign, meta)
+        q = tile_ops.load_queries(args.arrays.query, b, h, i0, n, meta)
         products = tl.dot(q, block.key, input_precision=meta.precision)
         j = block.first + tl.arange(0, meta.keys)[None, :]
-        s = tile_ops.compute_scores(products, location, j, scale, args.tables, formulas, PARTIAL, meta)
-        high, low = tile_ops.load_lse(args.lse, b * args.H + h, i0, n, args.unit, meta)
+        s = tile_ops.compute_scores(products, location, j, scale, args.arrays.tables, formulas, PARTIAL, meta)
+        high, low = tile_ops.load_lse(args.arrays.lse, b * args.H + h, i0, n, args.unit, meta)
         p = tile_ops.weight(s, unit, (high[:, None], low[:, None]))
         if USE_MAX:
             p = tl.where(p == p, p, float("inf"))  # `tl.max` skips NaN, so ∞ stands for NaN; no weight is above 1
@@ -169,46 +146,28 @@ def receive_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, me
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks"])
-def received(
-    query,
-    key,
-    lse,
-    output,
-    n: tl.int32,
-    m: tl.int32,
-    H: tl.int32,
-    group: tl.int32,
-    blocks: tl.int32,
-    sign: tl.float64,
-    scale: tl.float64,
-    unit: tl.float64,
-    schedule,
-    tables,
-    formulas,
-    meta: tl.constexpr,
-    USE_MAX: tl.constexpr,
-):
+def received(arrays, n, m, H, group, blocks, scale: tl.float64, formulas, meta: tl.constexpr, USE_MAX: tl.constexpr):
     """Write Σ_i P_ij, or max_i P_ij if USE_MAX, for a block of keys of a head.
 
     Parameters
     ----------
-    output : (B, H, m) in the accumulator's dtype
+    arrays : `arrays.seen` is an array (B, H, m) in the accumulator's dtype
+        A row of `arrays.schedule` has the tiles of queries that a block of keys visits.
     blocks : number of blocks of keys in a head
-    schedule : a `tile_loop.GpuSchedule` with the tiles of queries for each block of keys, or None without a mask
     """
     item = tl.program_id(0)
     position, row = item // blocks, item % blocks
     b, h = position // H, position % H
     j0 = row * meta.keys
-    head = tile_ops.locate_head(key, b, h // group)
+    head = tile_ops.locate_head(arrays.key, b, h // group)
     k = tile_ops.load_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
-    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
     block = WeightsKeyBlock(k, j0, b, h, args)
-    row = ScheduleRow(schedule, b, h, row, n, None, j0 + meta.keys > m)
+    row = ScheduleRow(arrays.schedule, b, h, row, n, None, j0 + meta.keys > m)
     state = tl.zeros((meta.keys,), tl.float64)
     state = loop_over_tiles(state, receive_range, row, meta.rows, False, block, formulas, USE_MAX, meta)
     if USE_MAX:
         state = tl.where(state == float("inf"), float("nan"), state)
     j = j0 + tl.arange(0, meta.keys)
-    location = output + tl.cast(position, tl.int64) * m + j
-    tl.store(location, state.to(output.dtype.element_ty), mask=j < m)
+    location = arrays.seen[0] + tl.cast(position, tl.int64) * m + j
+    tl.store(location, state.to(location.dtype.element_ty), mask=j < m)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
-from .weights_pass import WeightsArguments, combine, compute_scores, load_block, reduce
+from .weights_pass import combine, compute_scores, compute_weights, load_block, reduce
 
 
 class CellSpan(NamedTuple):
@@ -57,7 +57,7 @@ def pool_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta,
     down, keys = block.extra
     for tile in range(first, last):
         j0 = tile * meta.keys
-        p = tile_ops.weight(compute_scores(block, j0, formulas, PARTIAL, meta), block.unit, block.lse)
+        p = compute_weights(compute_scores(block, j0, formulas, PARTIAL, meta), block)
         if USE_MAX:
             p = tl.where(p == p, p, float("inf"))  # `tl.max` skips NaN, so ∞ stands for NaN; no weight is above 1
         across = cell_indices(j0 + tl.arange(0, meta.keys), keys)
@@ -77,27 +77,20 @@ def pool_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta,
     ]
 )
 def pooled(
-    query,
-    key,
-    lse,
-    output,
-    n: tl.int32,
-    m: tl.int32,
-    H: tl.int32,
-    group: tl.int32,
-    i_start: tl.int32,
-    i_stop: tl.int32,
-    j_start: tl.int32,
-    j_stop: tl.int32,
-    rows: tl.int32,
-    columns: tl.int32,
-    down: tl.int32,
-    across: tl.int32,
-    sign: tl.float64,
+    arrays,
+    n,
+    m,
+    H,
+    group,
+    i_start,
+    i_stop,
+    j_start,
+    j_stop,
+    rows,
+    columns,
+    down,
+    across,
     scale: tl.float64,
-    unit: tl.float64,
-    schedule,
-    tables,
     formulas,
     meta: tl.constexpr,
     USE_MAX: tl.constexpr,
@@ -112,7 +105,7 @@ def pooled(
 
     Parameters
     ----------
-    output : (B, H, rows, columns) float64
+    arrays : `arrays.seen` is an array (B, H, rows, columns) float64
     rows, columns : number of rows and number of columns of cells of the grid
     down, across : number of rows and number of columns of cells of a program, at most DOWN and ACROSS
     """
@@ -127,16 +120,16 @@ def pooled(
     b, h = position // H, position % H
     queries = CellSpan(i_first, i_last, r_first, i_start, i_stop, rows)
     keys = CellSpan(j_first, j_last, c_first, j_start, j_stop, columns)
-    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
     cells = tl.zeros((DOWN, ACROSS), tl.float64)
     for row in range(i_first // meta.rows, tl.cdiv(i_last, meta.rows)):
         first = row * meta.rows
         extra = (cell_indices(first + tl.arange(0, meta.rows), queries), keys)
         block = load_block(args, b, h, first, extra, meta)
-        schedule_row = ScheduleRow(schedule, b, h, row, m, window, False)
+        schedule_row = ScheduleRow(arrays.schedule, b, h, row, m, window, False)
         cells = loop_over_tiles(cells, pool_range, schedule_row, meta.keys, meta.even, block, formulas, USE_MAX, meta)
     if USE_MAX:
         cells = tl.where(cells == float("inf"), float("nan"), cells)
     r, c = r_first + tl.arange(0, DOWN)[:, None], c_first + tl.arange(0, ACROSS)[None, :]
-    pointers = output + (tl.cast(position, tl.int64) * rows + r) * columns + c
+    pointers = arrays.seen[0] + (tl.cast(position, tl.int64) * rows + r) * columns + c
     tl.store(pointers, cells, mask=(r < r_last) & (c < c_last))

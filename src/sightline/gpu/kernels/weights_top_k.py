@@ -7,7 +7,7 @@ import triton.language as tl
 
 from . import tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
-from .weights_pass import WeightsArguments, compute_scores, load_block
+from .weights_pass import compute_scores, compute_weights, load_block
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def rank_weights(s, block):
 
     Different scores may have equal weights, for example 0.
     """
-    p = tile_ops.weight(s, block.unit, block.lse)
+    p = compute_weights(s, block)
     p = tl.where(p == p, p, float("inf"))
     return tl.where(s == float("-inf"), s, p)
 
@@ -55,34 +55,14 @@ def update_top_k_range(state, first, last, block, formulas, OPTIONS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "k"])
-def top_k(
-    query,
-    key,
-    lse,
-    output,
-    where,
-    n: tl.int32,
-    m: tl.int32,
-    H: tl.int32,
-    group: tl.int32,
-    blocks: tl.int32,
-    k: tl.int32,
-    sign: tl.float64,
-    scale: tl.float64,
-    unit: tl.float64,
-    schedule,
-    tables,
-    formulas,
-    meta: tl.constexpr,
-    K: tl.constexpr,
-):
+def top_k(arrays, n, m, H, group, blocks, k, scale: tl.float64, formulas, meta: tl.constexpr, K: tl.constexpr):
     """Write the k largest weights of each query of a block, descending, and their keys.
 
     Of equal weights the one with the smaller key comes first.
 
     Parameters
     ----------
-    output, where : (B, H, n, k), the weights and their keys (int64)
+    arrays : `arrays.seen` is two arrays (B, H, n, k): the weights, and their keys (int64)
         If a query has fewer than k visible keys, the remaining entries are 0 and −1. Entries from K on are not written.
     K : a power of two, at least min(k, m)
     """
@@ -90,7 +70,7 @@ def top_k(
     position, row = item // blocks, blocks - 1 - item % blocks
     first = row * meta.rows
     b, h = position // H, position % H
-    args = WeightsArguments(query, key, lse, n, m, H, group, sign, scale, unit, tables)
+    args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
     block = load_block(args, b, h, first, (), meta)
     values = tl.full((meta.rows, K), float("-inf"), meta.accumulator)
     # The keys of the entries in an empty list differ, so that a new score replaces one entry alone.
@@ -98,7 +78,7 @@ def top_k(
     least = tl.full((meta.rows, 1), float("-inf"), meta.accumulator)
     last = tl.full((meta.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
     state = (values, keys, least, last)
-    row = ScheduleRow(schedule, b, h, row, m, None, False)
+    row = ScheduleRow(arrays.schedule, b, h, row, m, None, False)
     state = loop_over_tiles(state, update_top_k_range, row, meta.keys, meta.even, block, formulas, None, meta)
     values, keys, least, last = state
     rows = first + tl.arange(0, meta.rows)[:, None]
@@ -108,6 +88,6 @@ def top_k(
         best_key = tl.min(tl.where(values == best, keys, tile_ops.NO_KEY), 1, keep_dims=True)
         some = best > float("-inf")
         p = tl.where(some, tl.where(best == float("inf"), float("nan"), best), 0.0)
-        tl.store(output + at + rank, p, mask=inside)
-        tl.store(where + at + rank, tl.where(some, best_key, -1).to(tl.int64), mask=inside)
+        tl.store(arrays.seen[0] + at + rank, p, mask=inside)
+        tl.store(arrays.seen[1] + at + rank, tl.where(some, best_key, -1).to(tl.int64), mask=inside)
         values = tl.where(keys == best_key, float("-inf"), values)

@@ -24,12 +24,12 @@ from ..codegen.formula_functions import (
     render_sources,
 )
 from ..configurations import Configuration
-from ..kernels.tile_ops import Array, MetaParameters
+from ..kernels.tile_ops import KernelArrays, MetaParameters, StridedArray
 
 MIN_SCALE = 2.0**-64  # kernels apply a smaller scale before the softmax, because lse / scale would overflow float32
 
 
-class Operands:
+class GpuOperands:
     """The arguments that all kernels of a problem share.
 
     Parameters
@@ -45,7 +45,7 @@ class Operands:
         problem: Problem,
         sizes: Configuration,
         formulas: Sequence[NamedFormula] = (),
-        arrays: Sequence[Array] = (),
+        arrays: Sequence[StridedArray] = (),
     ) -> None:
         if problem.score is None and 0 < abs(problem.scale) < MIN_SCALE:
             problem = replace(problem, score=SYMBOLS["s"])
@@ -70,24 +70,29 @@ class Operands:
         body = f"@triton.jit\ndef {name}(s, b, h, i, j, n, m, tables):\n    return ({', '.join(expressions)},)\n"
         return compile_function("\n\n".join([*[self.sources[each] for each in names], body]), name)
 
-    def common_arguments(self) -> dict[str, Any]:
-        """Return the arguments that are common to all kernels that loop over tiles."""
-        arguments = self.arrays | {name: getattr(self.problem, name) for name in ("n", "m", "H", "group")}
-        formulas = {"tables": self.tables, "formulas": self.formula_functions(), "meta": self.meta()}
-        return arguments | self.scale_arguments() | formulas
+    def common_arguments(self, **others: Any) -> dict[str, Any]:
+        """Return the arguments of all kernels that loop over tiles. `others` are further fields of `KernelArrays`."""
+        state = dropout_state(self.problem, self.problem.seed)
+        arrays = KernelArrays(**self.arrays, tables=self.tables, dropout_state=state, **others)
+        lengths = {name: getattr(self.problem, name) for name in ("n", "m", "H", "group")}
+        formulas = {"formulas": self.formula_functions(), "meta": self.meta()}
+        return {"arrays": arrays, "scale": abs(self.problem.scale) or 1.0} | lengths | formulas
 
-    def block_arguments(self, blocks: int, items: int, has_flags: bool = True) -> dict[str, Any]:
-        """Return the arguments of a kernel that divides heads into blocks and has a NaN-safe variant.
+    def block_arguments(self, arguments: dict[str, Any], blocks: int, items: int, has_flags: bool) -> dict[str, Any]:
+        """Return `arguments` and those of a kernel that divides heads into blocks and has a NaN-safe variant.
 
-        `blocks` is the number of blocks of a head, and `items` the number of blocks of all heads. The argument
-        `nonfinite_flags` is an int32 array with one number for each block, which the kernel sets to 1 if the block's
-        result is not finite. `nonfinite_flags` is None without `has_flags`: NaN-safe code then computes every block.
+        `blocks` is the number of blocks of a head, and `items` the number of blocks of all heads. Without `has_flags`
+        the kernel gets no array of flags: NaN-safe code then computes every block.
         """
         flags = self.problem.query.new_empty(items, dtype=torch.int32) if has_flags else None
-        return {"blocks": blocks, "items": items, "nonfinite_flags": flags, "SUBBLOCKS": 0}
+        arrays = arguments["arrays"]._replace(nonfinite_flags=flags)
+        return arguments | {"arrays": arrays, "blocks": blocks, "items": items, "dropout_scale": self.dropout_scale()}
 
-    def meta(self, sizes: Configuration | None = None) -> MetaParameters:
-        """Return the compile-time constants of a kernel with the tile sizes `sizes`, by default `self.sizes`."""
+    def meta(self, sizes: Configuration | None = None, **others: Any) -> MetaParameters:
+        """Return the compile-time constants of a kernel with the tile sizes `sizes`, by default `self.sizes`.
+
+        `others` are the fields of `MetaParameters` that only some kernels read.
+        """
         problem, sizes = self.problem, sizes or self.sizes
         arrays = (*self.arrays.values(), *self.extra_arrays)
         max_stride = max(abs(stride) for array in arrays for stride in (array.row, array.column))
@@ -102,28 +107,16 @@ class Operands:
             even=problem.m % sizes.keys == 0,
             index_type=tl.int64 if needs_int64 else tl.int32,
             accumulator=tl.float64 if problem.accumulator == "float64" else tl.float32,
+            sign=math.copysign(1.0, problem.scale) if problem.scale else 0.0,
             precision=dot_precision(problem.query),
             widens_operands=sizes.widens_operands,
+            **others,
         )
 
-    def scale_arguments(self) -> dict[str, float]:
-        """Return the arguments `sign`, `scale` and `unit`: s = Q Kᵀ · sign · scale.
-
-        Kernels compute e^S of a final score S as 2^(x · unit). With a score formula x is S; without one x is
-        Q Kᵀ · sign, not yet scaled.
-        """
-        size = abs(self.problem.scale) or 1.0
-        sign = math.copysign(1.0, self.problem.scale) if self.problem.scale else 0.0
-        return {"sign": sign, "scale": size, "unit": math.log2(math.e) * (size if self.problem.score is None else 1.0)}
-
-    def dropout_arguments(self) -> dict[str, Any]:
-        """Return the arguments `dropout_state` and `dropout_scale`. The state is None if the problem has no dropout.
-
-        `dropout_scale` is the factor 1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped.
-        """
+    def dropout_scale(self) -> float:
+        """Return the factor 1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped."""
         dropout = self.problem.dropout
-        state = dropout_state(self.problem, self.problem.seed)
-        return {"dropout_state": state, "dropout_scale": 0.0 if dropout == 1 else 1 / (1 - dropout)}
+        return 0.0 if dropout == 1 else 1 / (1 - dropout)
 
     def sinks(self) -> Any:
         """Return the sinks as a contiguous float64 array (H,); None if the problem has no sinks."""
@@ -140,8 +133,8 @@ def prepare_sinks(sinks: Any) -> Any:
     return detach(sinks).to(torch.float64).contiguous()
 
 
-def dropout_state(problem: Problem, seed: int) -> tuple[int, ...] | None:
-    """Return what `tile_ops.dropout_mask` reads; None if no weight is dropped.
+def dropout_state(problem: Problem, seed: int) -> tuple[int, ...]:
+    """Return what `tile_ops.dropout_mask` reads; () if no weight is dropped.
 
     The state is seven words: the low and the high 32 bits of the seed, the largest random word that drops its weight,
     and `Problem.dropout_origin` with j in groups of 4 keys. Triton compiles a kernel again for an integer that is 1, a
@@ -150,10 +143,10 @@ def dropout_state(problem: Problem, seed: int) -> tuple[int, ...] | None:
     dropped = threshold(problem) - 1
     b, h, i, j = problem.dropout_origin
     words = (seed % 2**32, seed >> 32, dropped, b, h, i, j // 4)
-    return tuple([2**41 + 2 * word + 1 for word in words]) if dropped >= 0 else None
+    return tuple([2**41 + 2 * word + 1 for word in words]) if dropped >= 0 else ()
 
 
-def to_operand(array: Any) -> Array:
+def to_operand(array: Any) -> StridedArray:
     """Return a tensor (..., heads, rows, columns) as a kernel's argument, with its batch lengths and its strides.
 
     Adjacent batch axes are merged where their strides allow it. Batch axes of length 1 are left out.
@@ -169,7 +162,7 @@ def to_operand(array: Any) -> Array:
         else:
             lengths.append(length)
             strides.append(stride)
-    return Array(array, tuple(lengths), tuple(strides), *array.stride()[-3:])
+    return StridedArray(array, tuple(lengths), tuple(strides), *array.stride()[-3:])
 
 
 def dot_precision(query: Any) -> str:

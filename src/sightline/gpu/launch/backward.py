@@ -21,9 +21,10 @@ from ..kernels.backward import backward_preprocess
 from ..kernels.backward_keys import backward_keys
 from ..kernels.backward_queries import backward_queries
 from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BITS, SLOTS
-from .arguments import Operands, to_operand
+from .arguments import GpuOperands, to_operand
+from .entries import Launched
 from .forward import nan_safe_launch, small_sizes
-from .launches import KernelLaunch, RecordedCall
+from .launches import KernelLaunch, run_launches
 from .tile_schedule import make_schedule
 
 SMALL_KEY_WARPS = 8  # warps of the launch for keys of a small problem: with 4, the kernel of d 128 spills registers
@@ -75,24 +76,17 @@ def backward(problem: Problem, given: GivenGradients, architecture: str | None) 
     d_query = query.new_empty((*batch_shape, problem.H, problem.n, problem.d_k))
     d_key, d_value = (query.new_empty((*batch_shape, problem.G, problem.m, d)) for d in (problem.d_k, problem.d_v))
     accumulator = getattr(torch, problem.accumulator)
-    rows = tuple(query.new_empty((*batch_shape, problem.H, problem.n), dtype=accumulator) for _ in range(3))
+    rows = query.new_empty((*batch_shape, problem.H, problem.n, 4), dtype=accumulator)
     sums = tuple(_allocate_sums(problem, lookup) for lookup in lookups)
-    d_lse = None if d_lse is None else d_lse.expand(rows[0].shape).contiguous()
-    arrays = {
-        "output": to_operand(output),
-        "d_output": to_operand(detach(given.d_output).to(query.dtype)),
-        "d_lse": d_lse,
-    }
-    arrays |= {"lse": lse.contiguous(), "rows": rows, "sums": sums}
+    d_lse = None if d_lse is None else d_lse.expand(rows.shape[:-1]).contiguous()
+    arrays: dict[str, Any] = {"d_lse": d_lse, "lse": lse.contiguous(), "rows": rows, "sums": sums}
+    arrays |= {"output": to_operand(output), "d_output": to_operand(detach(given.d_output).to(query.dtype))}
     arrays |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
-    done: list[tuple[KernelLaunch, Any]] = []
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        for launch in backward_launches(problem, arrays, lookups, given.statistics, architecture):
-            done.append((launch, launch.launch()))
-    recorded = None
+    done = run_launches(backward_launches(problem, arrays, lookups, given.statistics, architecture), query)
+    repeatable = None
     if not lookups and problem.sinks is None and d_lse is None and not given.statistics.formulas:
         inputs = {"output": output, "d_output": arrays["d_output"].start, "lse": arrays["lse"]}
-        recorded = RecordedCall.of(problem, done, problem.tables, [d_query, d_key, d_value], inputs)
+        repeatable = Launched(problem, done, problem.tables, [d_query, d_key, d_value], inputs)
     terms = [
         (lookup.slot, array if lookup.kind == "pair" else _sum_slots(array))
         for lookup, array in zip(lookups, sums, strict=True)
@@ -100,9 +94,9 @@ def backward(problem: Problem, given: GivenGradients, architecture: str | None) 
     arrays_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}
     totals, d_sinks = sum_by_table(terms, arrays_by_slot), None
     if problem.sinks is not None:
-        d_sinks = sum_sink_gradients(detach(problem.sinks), lse, rows[2].to(torch.float64))
+        d_sinks = sum_sink_gradients(detach(problem.sinks), lse, rows[..., 2].to(torch.float64))
     d_tables = tuple(map(totals.get, arrays_by_slot))
-    return Gradients(d_query, d_key, d_value, d_tables, d_sinks, recorded_call=recorded)
+    return Gradients(d_query, d_key, d_value, d_tables, d_sinks, repeatable)
 
 
 def backward_launches(
@@ -117,8 +111,7 @@ def backward_launches(
     They compute, one after another: δ and the scaled lse; dQ; dQ, NaN-safe; dK and dV; dK and dV, NaN-safe. A NaN-safe
     launch recomputes the blocks whose results in the previous launch are not finite, and a weight of 0 then contributes
     0, also times NaN or ∞. For a small problem the other launches are NaN-safe themselves, except the launch of dQ if a
-    table needs a gradient. `arrays` has the kernels' arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key
-    and d_value.
+    table needs a gradient. `arrays` has the fields of `KernelArrays` from `d_output` on, and `output` and `lse`.
     """
     sizes = select("backward_queries", problem, architecture)
     sizes = sizes if lookups or not problem.is_small_on_gpu else small_sizes(sizes)
@@ -132,51 +125,50 @@ def backward_launches(
         assert problem.score is not None
         extra_formulas.append((f"derivative_{k}", derivative(problem.score, lookup.node), True))
         extra_formulas.append((f"entry_{k}", lookup.entry, False))
-    operands = Operands(problem, sizes, extra_formulas, (arrays["output"], arrays["d_output"]))
-    common = operands.common_arguments() | {"d_output": arrays["d_output"], "rows": arrays["rows"]}
-    yield from _query_launches(operands, common, arrays, lookups)
+    operands = GpuOperands(problem, sizes, extra_formulas, (arrays["output"], arrays["d_output"]))
+    common = operands.common_arguments(**arrays)
+    yield from _query_launches(operands, common, lookups)
     sizes = select("backward_keys", problem, architecture)
     sizes = small_sizes(sizes, SMALL_KEY_WARPS) if problem.is_small_on_gpu else sizes
-    yield from _key_launches(operands, sizes, common | {"meta": operands.meta(sizes)}, arrays)
+    yield from _key_launches(operands, sizes, common)
 
 
 def _query_launches(
-    operands: Operands, common: dict[str, Any], arrays: dict[str, Any], lookups: Sequence[GpuTableGradient]
+    operands: GpuOperands, common: dict[str, Any], lookups: Sequence[GpuTableGradient]
 ) -> Iterator[KernelLaunch]:
     problem, sizes = operands.problem, operands.sizes
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    common = common | {"blocks": blocks, "schedule": make_schedule(problem, sizes.rows, sizes.keys)}
-    preprocess_arguments = common | {name: arrays[name] for name in ("output", "d_lse", "lse")}
-    yield KernelLaunch(backward_preprocess, items, preprocess_arguments, sizes, operands.sources)
+    arrays = common["arrays"]._replace(schedule=make_schedule(problem, sizes.rows, sizes.keys))
+    common = common | {"arrays": arrays, "blocks": blocks}
+    yield KernelLaunch(backward_preprocess, items, common, sizes)
 
     pair_lookups = [lookup for lookup in lookups if lookup.kind == "pair"]
-    batches = problem.B if all(lookup.is_owned_by("b") for lookup in pair_lookups) else 1
-    heads = problem.H if all(lookup.is_owned_by("h") for lookup in pair_lookups) else 1
+    shared = [not all(lookup.is_owned_by(axis) for lookup in pair_lookups) for axis in "bh"]
+    programs = blocks * (1 if shared[0] else problem.B) * (1 if shared[1] else problem.H)
     has_flags = bool(lookups) or not problem.is_small_on_gpu
-    common |= operands.dropout_arguments() | operands.block_arguments(blocks, items, has_flags)
-    common |= {"d_query": arrays["d_query"], "B": problem.B, "batches": batches, "heads": heads}
-    common |= {"sums": None, "KINDS": (), "SEQUENTIAL": bool(pair_lookups)}
+    common = operands.block_arguments(common, blocks, items, has_flags)
     formulas = common["formulas"]._replace(table_gradients_at=_combine_table_gradients(operands, len(lookups)))
-    kinds = tuple(lookup.kind for lookup in lookups)
-    arguments = common | {"formulas": formulas, "sums": arrays["sums"], "KINDS": kinds}
-    yield KernelLaunch(backward_queries, batches * heads * blocks, arguments, sizes, operands.sources)
+    kinds, sequential = tuple(lookup.kind for lookup in lookups), bool(pair_lookups)
+    meta = operands.meta(kinds=kinds, sequential=sequential, shares_batches=shared[0], shares_heads=shared[1])
+    arguments = common | {"formulas": formulas, "meta": meta}
+    yield KernelLaunch(backward_queries, programs, arguments, sizes)
     if has_flags:
         yield nan_safe_launch(backward_queries, common, operands, sizes, "rows")
 
 
-def _key_launches(
-    operands: Operands, sizes: Configuration, common: dict[str, Any], arrays: dict[str, Any]
-) -> Iterator[KernelLaunch]:
+def _key_launches(operands: GpuOperands, sizes: Configuration, common: dict[str, Any]) -> Iterator[KernelLaunch]:
     problem = operands.problem
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
-    schedule = make_schedule(problem, sizes.rows, sizes.keys, of_keys=True)
     is_even = problem.n % sizes.rows == 0 and problem.m % sizes.keys == 0
-    arguments = common | operands.dropout_arguments() | {"OPTIONS": (problem.group > 1, is_even)}
-    arguments |= operands.block_arguments(blocks, items, not problem.is_small_on_gpu)
-    arguments |= {"schedule": schedule, "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
-    yield KernelLaunch(backward_keys, items, arguments, sizes, operands.sources)
+    arrays = common["arrays"]._replace(schedule=make_schedule(problem, sizes.rows, sizes.keys, of_keys=True))
+    differ = problem.group > 1 and arrays.schedule is not None and arrays.schedule.head_stride > 0
+    is_grouped = problem.group > 1 and not differ
+    meta = operands.meta(sizes, is_grouped=is_grouped, heads_differ=differ, all_full=is_even)
+    arguments = common | {"arrays": arrays, "meta": meta}
+    arguments = operands.block_arguments(arguments, blocks, items, not problem.is_small_on_gpu)
+    yield KernelLaunch(backward_keys, items, arguments, sizes)
     if not problem.is_small_on_gpu:
         yield nan_safe_launch(backward_keys, arguments, operands, sizes, "keys")
 
@@ -221,7 +213,7 @@ def _is_supported(problem: Problem, lookup: GpuTableGradient, architecture: str)
     return math.prod(lookup.node.table.shape) <= MAX_SLOTTED_ENTRIES and pairs <= MAX_ADDITIONS
 
 
-def _combine_table_gradients(operands: Operands, count: int) -> Any:
+def _combine_table_gradients(operands: GpuOperands, count: int) -> Any:
     """Return the function that returns (d score / d entry, entry index) for each of `count` lookups.
 
     The result is None if `count` is 0.

@@ -22,7 +22,7 @@ from ...formula.tensor_cache import retain, to_device
 from .arguments import dot_precision, dropout_state, prepare_sinks, prepare_table
 from .launches import LaunchBinder, RecordedCall, UnboundArgumentError
 
-ALIGNMENT = 16  # bytes; Triton compiles other kernels for arrays that are not so aligned
+ADDRESS_ALIGNMENT = 16  # bytes; Triton compiles other kernels for arrays that are not so aligned
 
 
 class BoundTable(NamedTuple):
@@ -38,13 +38,6 @@ class BoundTable(NamedTuple):
     must_move: bool
 
 
-class LaunchInputs(NamedTuple):
-    """The inputs of a run: the arrays that the kernels read, query first, and their addresses."""
-
-    arrays: list[Any]
-    addresses: list[int]
-
-
 class BoundLaunches:
     """The launches of a recorded call. They can run again for other arrays of the same layouts.
 
@@ -55,8 +48,6 @@ class BoundLaunches:
     recorded : the call
     tables : the tables that the kernels read
     """
-
-    prepared = None  # `LOOKUP.find_or_run` finds these launches, and does not run them
 
     def __init__(self, recorded: RecordedCall, tables: Sequence[BoundTable], binder: LaunchBinder) -> None:
         problem = recorded.problem
@@ -82,7 +73,7 @@ class BoundLaunches:
         bound_tables = _bind_tables(recorded, formulas, tables)
         addresses = [x.data_ptr() for x in recorded.flat_inputs if isinstance(x, torch.Tensor)]
         has_kernels = not recorded.is_compiled or all(compiled is not None for _, compiled in recorded.launches)
-        if bound_tables is None or not has_kernels or reduce(or_, addresses) % ALIGNMENT:
+        if bound_tables is None or not has_kernels or reduce(or_, addresses) % ADDRESS_ALIGNMENT:
             return None
         try:
             return cls(recorded, bound_tables, LaunchBinder(recorded))
@@ -91,8 +82,10 @@ class BoundLaunches:
 
     def read_inputs(
         self, arrays: Sequence[Any], addresses: Sequence[int], tables: Sequence[Any], sinks: Any
-    ) -> LaunchInputs | None:
-        """Return the inputs of a run; None if these launches cannot serve the call, which must then be planned.
+    ) -> tuple[list[Any], list[int]] | None:
+        """Return the arrays that the kernels read, query first, and their addresses.
+
+        The result is None if these launches cannot serve the call, which must then be planned.
 
         Parameters
         ----------
@@ -116,22 +109,26 @@ class BoundLaunches:
         if self.has_sinks:
             read.append(prepare_sinks(to_device(sinks, query)))
             values.append(read[-1].data_ptr())
-        return None if reduce(or_, values) % ALIGNMENT else LaunchInputs(read, values)
+        return None if reduce(or_, values) % ADDRESS_ALIGNMENT else (read, values)
 
-    def run(self, inputs: LaunchInputs, seed: int) -> list[Any]:
-        """Launch the kernels on the current stream, and return the results. `seed` is the seed of dropout."""
-        query = inputs.arrays[0]
+    def run(self, inputs: tuple[list[Any], list[int]], seed: int) -> list[Any]:
+        """Launch the kernels on the current stream for the inputs of `read_inputs`, and return the results.
+
+        `seed` is the seed of dropout.
+        """
+        arrays, addresses = inputs
+        query = arrays[0]
         device = query.get_device()
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.run(inputs, seed)
-        words = dropout_state(self.problem, seed) or () if self.has_dropout else ()
+        words = dropout_state(self.problem, seed) if self.has_dropout else ()
         written = [make() for make in self.makers]
         if self.is_compiled:
-            self._launch([*inputs.addresses, *words, *[array.data_ptr() for array in written]], query)
+            self._launch([*addresses, *words, *[array.data_ptr() for array in written]], query)
         else:
             for launch, pack, constants in self.launches:
-                launch(*pack([*inputs.arrays, *words, *written], constants))
+                launch(*pack([*arrays, *words, *written], constants))
         return [written[index] for index in self.results]
 
     def _launch(self, values: Sequence[Any], query: Any) -> None:

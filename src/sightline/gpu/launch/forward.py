@@ -11,13 +11,13 @@ import torch
 from ...call.kernel import Result
 from ...call.problem import Problem
 from ...reference.streaming import Streaming
-from ...statistics import unwrap_mean
 from ..codegen.formula_functions import collect_tables
 from ..configurations import Configuration, architecture_of, select
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
-from .arguments import Operands
-from .launches import KernelLaunch, RecordedCall
+from .arguments import GpuOperands
+from .entries import Launched
+from .launches import KernelLaunch, run_launches
 from .tile_schedule import make_schedule
 from .weights_pass import GpuFusedStatistics, compute_statistics
 
@@ -44,27 +44,26 @@ def run(problem: Problem, architecture: str | None) -> Result:
         if problem.m == 0 or problem.d_v == 0:  # the kernels would have nothing to multiply
             return Streaming().run(problem)
         launches = attention_launches(problem, output, lse, architecture, fused_statistics)
-        with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
-            recorded = record_forward(problem, fused_statistics, launches, output, lse)
+        recorded = record_forward(problem, fused_statistics, launches, output, lse)
     seen = compute_statistics(problem, lse, fused_statistics, architecture) if problem.see else ()
-    return Result(output, lse, seen, recorded_call=recorded)
+    return Result(output, lse, seen, recorded)
 
 
 def record_forward(
     problem: Problem, fused_statistics: GpuFusedStatistics, launches: Iterable[KernelLaunch], output: Any, lse: Any
-) -> RecordedCall | None:
+) -> Launched | None:
     """Run the launches. Return their record; None if other kernels must compute some statistics.
 
     The results of the record are output, lse, and the arrays of every statistic except lse.
     """
-    done = [(launch, launch.launch()) for launch in launches]
+    done = run_launches(launches, problem.query)
     results = [output, lse]
-    for statistic in map(unwrap_mean, problem.see):
+    for statistic in problem.see:
         arrays = fused_statistics.arrays_of(statistic) if statistic.num_arrays else []
         if arrays is None:
             return None
         results += arrays
-    return RecordedCall.of(problem, done, collect_tables(problem, fused_statistics.formulas), results)
+    return Launched(problem, done, collect_tables(problem, fused_statistics.formulas), results)
 
 
 def attention_launches(
@@ -86,16 +85,14 @@ def forward_launches(
     """
     sizes = select("forward", problem, architecture)
     sizes = small_sizes(sizes) if problem.is_small_on_gpu else sizes
-    operands = Operands(problem, sizes, fused_statistics.formulas if fused_statistics else ())
+    operands = GpuOperands(problem, sizes, fused_statistics.formulas if fused_statistics else ())
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
     schedule = make_schedule(problem, sizes.rows, sizes.keys)
-    arguments = operands.common_arguments() | operands.dropout_arguments()
-    arguments |= operands.block_arguments(blocks, items, not problem.is_small_on_gpu)
-    arguments |= {"output": output, "lse": lse, "schedule": schedule, "sinks": operands.sinks()}
-    arguments |= {"seen": (None, None, None, ())}
+    arguments = operands.common_arguments(output=output, lse=lse, schedule=schedule, sinks=operands.sinks())
+    arguments = operands.block_arguments(arguments, blocks, items, not problem.is_small_on_gpu)
     first_arguments = fused_statistics.arguments(operands, arguments) if fused_statistics else arguments
-    yield KernelLaunch(forward, items, first_arguments, sizes, operands.sources)
+    yield KernelLaunch(forward, items, first_arguments, sizes)
     if not problem.is_small_on_gpu:
         yield nan_safe_launch(forward, arguments, operands, sizes, "rows")
 
@@ -107,7 +104,7 @@ def small_sizes(sizes: Configuration, warps: int = NAN_SAFE_WARPS) -> Configurat
 
 
 def nan_safe_launch(
-    kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, axis: Literal["rows", "keys"]
+    kernel: Any, arguments: dict[str, Any], operands: GpuOperands, sizes: Configuration, axis: Literal["rows", "keys"]
 ) -> KernelLaunch:
     """Return the NaN-safe launch of a kernel, which recomputes each flagged block in subblocks of fewer rows or keys.
 
@@ -116,9 +113,10 @@ def nan_safe_launch(
     length = getattr(sizes, axis)
     part = min(length, NAN_SAFE_ROWS)
     sizes = replace(sizes, **{axis: part}, warps=min(sizes.warps, NAN_SAFE_WARPS), stages=1)
-    arguments = arguments | {"meta": operands.meta(sizes), "SUBBLOCKS": length // part}
+    even = operands.problem.m % sizes.keys == 0
+    meta = replace(arguments["meta"], rows=sizes.rows, keys=sizes.keys, even=even, subblocks=length // part)
     programs = min(arguments["items"], NAN_SAFE_PROGRAMS)
-    return KernelLaunch(kernel, programs, arguments, sizes, operands.sources)
+    return KernelLaunch(kernel, programs, arguments | {"meta": meta}, sizes)
 
 
 def uses_decode(problem: Problem) -> bool:
@@ -130,7 +128,7 @@ def uses_decode(problem: Problem) -> bool:
 def decode_launches(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[KernelLaunch]:
     """Yield the launch that computes every split of the keys, and the launch that merges the splits."""
     sizes = select("decode", problem, architecture)
-    operands = Operands(problem, sizes)
+    operands = GpuOperands(problem, sizes)
     rows_per_group = problem.group * problem.n
     num_blocks = problem.B * problem.G * -(-rows_per_group // sizes.rows)
     tiles = -(-problem.m // sizes.keys)
@@ -139,17 +137,14 @@ def decode_launches(problem: Problem, output: Any, lse: Any, architecture: str) 
     num_splits = -(-tiles // split_size)
     shape = (num_splits, problem.B, problem.H, problem.n)
     accumulator = getattr(torch, problem.accumulator)
-    dropout = operands.dropout_arguments()
-    common = operands.common_arguments() | {
-        "split_output": problem.query.new_empty((*shape, problem.d_v), dtype=accumulator),
-        "split_lse": problem.query.new_empty(shape, dtype=torch.float64),
-        "num_splits": num_splits,
-        "schedule": make_schedule(problem, MAX_DECODE_QUERIES, sizes.keys),
-    }
-    arguments = common | {"split_size": split_size, "dropout_state": dropout["dropout_state"]}
-    yield KernelLaunch(decode, num_blocks * num_splits, arguments, sizes, operands.sources)
+    split_output = problem.query.new_empty((*shape, problem.d_v), dtype=accumulator)
+    splits = {"split_output": split_output, "split_lse": problem.query.new_empty(shape, dtype=torch.float64)}
+    splits["schedule"] = make_schedule(problem, MAX_DECODE_QUERIES, sizes.keys)
+    common = operands.common_arguments(**splits, output=output, lse=lse, sinks=operands.sinks())
+    common["num_splits"] = num_splits
+    arguments = common | {"split_size": split_size}
+    yield KernelLaunch(decode, num_blocks * num_splits, arguments, sizes)
     sizes = replace(sizes, rows=MAX_DECODE_QUERIES, stages=1)
-    padded_rows = 1 << (problem.n - 1).bit_length()
-    metas = {"meta": operands.meta(replace(sizes, rows=padded_rows)), "nan_safe_meta": operands.meta(sizes)}
-    arguments = common | dropout | metas | {"output": output, "lse": lse, "sinks": operands.sinks()}
-    yield KernelLaunch(merge_splits, problem.B * problem.H, arguments, sizes, operands.sources)
+    meta = operands.meta(sizes, merged_rows=1 << (problem.n - 1).bit_length())
+    arguments = common | {"meta": meta, "dropout_scale": operands.dropout_scale()}
+    yield KernelLaunch(merge_splits, problem.B * problem.H, arguments, sizes)

@@ -5,8 +5,8 @@ KernelLaunch, ...  →  RecordedCall  →  LaunchBinder  →  BoundLaunch, ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,15 +19,15 @@ from ...call.problem import Problem
 from ...formula.tables import Table
 from ..configurations import Configuration
 from ..kernels.tile_loop import GpuSchedule
-from ..kernels.tile_ops import MetaParameters
+from ..kernels.tile_ops import KernelArrays, MetaParameters
 from .arguments import dropout_state
 
-# Names of the kernels' arguments whose arrays a call allocates without filling them. If an array of such a name is an
-# input of the call, the call does not allocate it.
-WRITTEN_ARGUMENTS = frozenset(
+# Fields of `KernelArrays` whose arrays a call allocates without filling them. If an array of such a field is an input
+# of the call, the call does not allocate it.
+WRITTEN_ARRAYS = frozenset(
     {"output", "lse", "nonfinite_flags", "split_output", "split_lse", "seen", "rows", "d_query", "d_key", "d_value"}
 )
-TUPLE_ARGUMENTS = ("tables", "dropout_state")  # each of these arguments holds several inputs
+TUPLES_OF_INPUTS = ("tables", "dropout_state")  # each of these fields holds several inputs
 # For kernels whose configured number of stages exceeds shared memory: the number of stages that fits, by
 # `KernelLaunch._memory_key`.
 REDUCED_STAGES: dict[Hashable, int] = {}
@@ -41,7 +41,6 @@ class KernelLaunch:
     programs: int
     arguments: dict[str, Any]  # by the kernel's parameter names
     configuration: Configuration
-    sources: dict[str, str] = field(default_factory=dict)  # the source of each generated function, by its name
 
     def options(self, stages: int) -> dict[str, Any]:
         """Return the compiler options.
@@ -85,9 +84,9 @@ class KernelLaunch:
 
     def _memory_key(self) -> Hashable:
         """Return the cache key of `REDUCED_STAGES`: launches with equal keys need the same shared memory."""
-        query = self.arguments["query"].start
-        constants = (self.arguments.get(name) for name in ("meta", "formulas", "OPTIONS", "SUBBLOCKS"))
-        return self.kernel, self.configuration, query.dtype, query.device, *constants
+        query = self.arguments["arrays"].query.start
+        meta, formulas = self.arguments.get("meta"), self.arguments.get("formulas")
+        return self.kernel, self.configuration, query.dtype, query.device, meta, formulas
 
 
 @lru_cache(1024)
@@ -99,39 +98,38 @@ def _wrap(meta: MetaParameters) -> MetaParameters:
     return replace(meta, **{entry.name: tl.constexpr(getattr(meta, entry.name)) for entry in fields(meta)})
 
 
+def run_launches(launches: Iterable[KernelLaunch], query: Any) -> list[tuple[KernelLaunch, Any]]:
+    """Run the launches on the device of `query`. Return each with what `KernelLaunch.launch` returned for it."""
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        return [(launch, launch.launch()) for launch in launches]
+
+
 class RecordedCall(NamedTuple):
     """The launches of a call, and the arrays that they read and write.
 
     launches : every launch, and what `KernelLaunch.launch` returned for it
-    inputs : the inputs of the call by the names of the kernels' arguments: a tensor, or a tuple of tensors or integers
-    tables : the tables whose arrays are the input "tables"
+    tables : the tables that the kernels read
     results : the arrays of the call's results
+    others : the inputs besides those of the problem, by the fields of `KernelArrays`
     """
 
     problem: Problem
     launches: Sequence[tuple[KernelLaunch, Any]]
-    inputs: Mapping[str, Any]
     tables: Sequence[Table]
     results: Sequence[Any]
+    others: Mapping[str, Any] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        problem: Problem,
-        launches: Sequence[tuple[KernelLaunch, Any]],
-        tables: Sequence[Table],
-        results: Sequence[Any],
-        others: Mapping[str, Any] | None = None,
-    ) -> RecordedCall:
-        """Return the record of a call. Its inputs are the arrays of the problem, and `others` by argument names."""
-        inputs: dict[str, Any] = {"query": problem.query, "key": problem.key, "value": problem.value, **(others or {})}
-        inputs["tables"] = tuple([table.array for table in tables])
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs of the call by the fields of `KernelArrays`: a tensor, or a tuple of tensors or integers."""
+        problem = self.problem
+        found = {"query": problem.query, "key": problem.key, "value": problem.value, **(self.others or {})}
+        found["tables"] = tuple([table.array for table in self.tables])
         if problem.sinks is not None:
-            inputs["sinks"] = problem.sinks
-        state = dropout_state(problem, problem.seed) if problem.dropout else None
-        if state is not None:
-            inputs["dropout_state"] = state
-        return cls(problem, launches, inputs, tables, results)
+            found["sinks"] = problem.sinks
+        if problem.dropout and (state := dropout_state(problem, problem.seed)):
+            found["dropout_state"] = state
+        return found
 
     @property
     def is_compiled(self) -> bool:
@@ -203,10 +201,12 @@ class LaunchBinder:
         return BoundLaunch(run, _compile(f"lambda values, constants: ({text},)"), self.constants)
 
     def _expression(self, name: str, value: Any) -> str:
-        """Return the Python expression of an argument, which reads the lists `values` and `constants`."""
-        if name in self.numbers and value is not None:
+        """Return the Python expression of an argument or of a field, which reads the lists `values` and `constants`."""
+        if value is None:
+            return "None"
+        if name in self.numbers:
             number = self.numbers[name]
-            if name in TUPLE_ARGUMENTS:
+            if name in TUPLES_OF_INPUTS:
                 return self._tuple(value, [self._input(number + k, member) for k, member in enumerate(value)])
             return self._input(number, value)
         if isinstance(value, GpuSchedule):
@@ -216,7 +216,8 @@ class LaunchBinder:
         elif isinstance(value, torch.Tensor):
             return f"values[{self.num_inputs + self._index_of_written(name, value)}]"
         elif isinstance(value, tuple) and any(isinstance(x, torch.Tensor | tuple) for x in value):
-            return self._tuple(value, [self._expression(name, x) for x in value])
+            names = value._fields if isinstance(value, KernelArrays) else [name] * len(value)
+            return self._tuple(value, [self._expression(*field) for field in zip(names, value, strict=True)])
         return self._constant(value)
 
     def _input(self, number: int, value: Any) -> str:
@@ -238,7 +239,7 @@ class LaunchBinder:
         return text if self.is_compiled or type(value) is tuple else self._constant(type(value)) + text
 
     def _index_of_written(self, name: str, array: Any) -> int:
-        if name not in WRITTEN_ARGUMENTS:
+        if name not in WRITTEN_ARRAYS:
             raise UnboundArgumentError(name)
         if id(array) not in self.written:
             self.written[id(array)] = len(self.makers)

@@ -16,15 +16,15 @@ from ...call.problem import Problem
 from ...formula.expression import SYMBOLS
 from ...reference.streaming import TileOps
 from ...reference.streaming import compute_statistics as compute_by_streaming
-from ...statistics import Statistic, unwrap_mean
+from ...statistics import Statistic
 from ...statistics.contexts import ForwardContext
 from ...statistics.dispatch import FusedStatistics, dispatch_statistics, is_in_weights_pass
-from ..configurations import Configuration, select
+from ..configurations import Configuration, architecture_of, select
 from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_top_k import top_k
-from .arguments import Operands
-from .launches import KernelLaunch
+from .arguments import GpuOperands
+from .launches import KernelLaunch, run_launches
 from .tile_schedule import make_schedule
 
 MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
@@ -43,7 +43,7 @@ class GpuFusedStatistics(FusedStatistics):
     def __bool__(self) -> bool:
         return bool(self.arrays)
 
-    def arguments(self, operands: Operands, base_arguments: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, operands: GpuOperands, base_arguments: dict[str, Any]) -> dict[str, Any]:
         """Return `base_arguments` with the output arrays, formulas and compile-time constants of the statistics.
 
         The extra formulas of `operands` must include `self.formulas`.
@@ -54,7 +54,7 @@ class GpuFusedStatistics(FusedStatistics):
         flags = {"max_score": bool(self.max_score), "entropy": bool(self.entropy)}
         max_score, (entropy,) = self.max_score or (None, None), self.entropy or (None,)
         return base_arguments | {
-            "seen": (*max_score, entropy, tuple(self.sums.values())),
+            "arrays": base_arguments["arrays"]._replace(seen=(*max_score, entropy, tuple(self.sums.values()))),
             "formulas": base_arguments["formulas"]._replace(summands_at=summands_at),
             "meta": replace(base_arguments["meta"], **flags),
         }
@@ -78,19 +78,20 @@ def compute_statistics(
     return dispatch_statistics(problem, lse, compute_arrays, lambda rest: compute_by_streaming(TileOps(rest), lse))
 
 
-def can_serve(problem: Problem, statistic: Any) -> bool:
-    """Return True if a kernel of the second pass computes the statistic. `run_weights_pass` has a limit on AMD too."""
-    of: Any = unwrap_mean(statistic)
+def can_serve(problem: Problem, statistic: Any, architecture: str | None) -> bool:
+    """Return True if a kernel of the second pass computes the statistic. `run_weights_pass` names those without one."""
+    of: Any = statistic.unaveraged
     if of.k:
         return bool(min(of.k, problem.m) <= MAX_TOP_K)
     if not is_in_weights_pass(of) or 0 in of.grid(problem.n, problem.m):
         return False
     if statistic.is_mean:
-        return statistic.factors is None and not statistic.sums_batch and bool(of.is_plain)
+        is_ordered = not (architecture or architecture_of(problem.query.device)).startswith("gfx")
+        return is_ordered and statistic.factors is None and not statistic.sums_batch and bool(of.is_plain)
     return bool(of.is_plain or (of.formula is SYMBOLS["s"] and of.hidden == -math.inf and not of.axes))
 
 
-def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architecture: str) -> list[Any] | None:
+def run_weights_pass(problem: Problem, lse: Any, statistic: Any, architecture: str) -> list[Any] | None:
     """Return a statistic's arrays, computed by a second pass over the tiles; None if no kernel computes the statistic.
 
     No kernel computes
@@ -99,14 +100,12 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
     - on AMD the mean of weights: a program adds one head's weights to the sums of the previous heads in memory, and on
       AMD Triton's barrier does not make a thread's writes to memory visible to the other threads of the program.
     """
-    is_mean = statistic.is_mean  # the mean of weights, since no kernel computes another mean
-    if not can_serve(problem, statistic) or (is_mean and architecture.startswith("gfx")):
+    if not can_serve(problem, statistic, architecture):
         return None
     arrays = allocate_outputs(problem, statistic)
-    with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
-        statistic_launch(problem, lse, statistic, arrays, architecture).launch()
-    if is_mean:
-        arrays = [arrays[0] / math.prod(statistic.summed_axes(problem))]
+    run_launches([statistic_launch(problem, lse, statistic, arrays, architecture)], problem.query)
+    if statistic.is_mean:  # the mean of weights, since no kernel computes another mean
+        arrays = [arrays[0] / statistic.divisor(problem)]
     else:
         arrays = statistic.finish(arrays, ForwardContext(problem, lse, (*problem.batch_shape, problem.H)))
     return [array.to(getattr(torch, name)) for array, name in zip(arrays, statistic.dtypes(problem), strict=True)]
@@ -128,26 +127,28 @@ def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
 def statistic_launch(problem: Problem, lse: Any, statistic: Any, arrays: list[Any], architecture: str) -> KernelLaunch:
     """Return the launch of the kernel that fills a statistic's arrays."""
     sizes = select("weights_pass", problem, architecture)
-    heads, blocks = problem.B * problem.H, -(-problem.n // sizes.rows)
-    arguments = {"lse": lse, "output": arrays[0]}
+    kernel, heads, blocks, output_kind = dense_weights, problem.B * problem.H, -(-problem.n // sizes.rows), ""
     if statistic.axes == "i":
-        blocks = -(-problem.m // sizes.keys)
-        arguments |= {"blocks": blocks, "USE_MAX": statistic.how == "max"}
-        return _weights_pass_launch(problem, received, heads * blocks, sizes, arguments, of_keys=True)
-    if statistic.k:
+        kernel, blocks = received, -(-problem.m // sizes.keys)
+        options, programs = {"blocks": blocks, "USE_MAX": statistic.how == "max"}, heads * blocks
+    elif statistic.k:
         padded_k = 1 << max(min(statistic.k, problem.m) - 1, 1).bit_length()
-        rows = min(sizes.rows, max(MAX_TOP_K_ENTRIES // padded_k, 16))
-        blocks = -(-problem.n // rows)
-        arguments |= {"blocks": blocks, "where": arrays[1], "k": statistic.k, "K": padded_k}
-        return _weights_pass_launch(problem, top_k, heads * blocks, replace(sizes, rows=rows), arguments)
-    if statistic.axes == "ij":
-        grid, programs = _grid_arguments(problem, statistic, sizes)
-        return _weights_pass_launch(problem, pooled, heads * programs, sizes, arguments | grid)
-    batches, summed_heads = statistic.summed_axes(problem)
-    output_kind = "sums" if statistic.is_mean else "weights" if statistic.is_plain else "scores"
-    arguments |= {"blocks": blocks, "batches": batches, "heads": summed_heads, "OUTPUT_KIND": output_kind}
-    programs = heads // (batches * summed_heads) * blocks
-    return _weights_pass_launch(problem, dense_weights, programs, sizes, arguments)
+        sizes = replace(sizes, rows=min(sizes.rows, max(MAX_TOP_K_ENTRIES // padded_k, 16)))
+        kernel, blocks = top_k, -(-problem.n // sizes.rows)
+        options, programs = {"blocks": blocks, "k": statistic.k, "K": padded_k}, heads * blocks
+    elif statistic.axes == "ij":
+        kernel, (options, programs) = pooled, _grid_arguments(problem, statistic, sizes)
+        programs *= heads
+    else:
+        batches, summed_heads = statistic.summed_axes(problem)
+        output_kind = "sums" if statistic.is_mean else "weights" if statistic.is_plain else "scores"
+        options = {"blocks": blocks, "batches": batches, "heads": summed_heads}
+        programs = heads // (batches * summed_heads) * blocks
+    operands = GpuOperands(problem, sizes)
+    schedule = make_schedule(problem, sizes.rows, sizes.keys, of_keys=kernel is received)
+    arguments = operands.common_arguments(lse=lse, seen=tuple(arrays), schedule=schedule) | options
+    arguments["meta"] = operands.meta(output_kind=output_kind)
+    return KernelLaunch(kernel, programs, arguments, sizes)
 
 
 def _grid_arguments(problem: Problem, statistic: Any, sizes: Configuration) -> tuple[dict[str, Any], int]:
@@ -156,17 +157,7 @@ def _grid_arguments(problem: Problem, statistic: Any, sizes: Configuration) -> t
     rows, columns = statistic.grid(problem.n, problem.m)
     rows_of_block = max(sizes.rows * rows // (i1 - i0), 1)  # rows of cells in a block of queries
     down, across = min(rows_of_block, MAX_PROGRAM_CELLS[0], rows), min(columns, MAX_PROGRAM_CELLS[1])
-    more = {"i_start": i0, "i_stop": i1, "j_start": j0, "j_stop": j1, "rows": rows, "columns": columns}
-    more |= {"down": down, "across": across, "USE_MAX": statistic.how == "max"}
-    more |= {"DOWN": 1 << (down - 1).bit_length(), "ACROSS": 1 << (across - 1).bit_length()}
-    return more, -(-rows // down) * -(-columns // across)
-
-
-def _weights_pass_launch(
-    problem: Problem, kernel: Any, programs: int, sizes: Configuration, arguments: dict[str, Any], of_keys: bool = False
-) -> KernelLaunch:
-    operands = Operands(problem, sizes)
-    arguments = operands.common_arguments() | arguments
-    arguments["schedule"] = make_schedule(problem, sizes.rows, sizes.keys, of_keys)
-    del arguments["value"]
-    return KernelLaunch(kernel, programs, arguments, sizes, operands.sources)
+    options = {"i_start": i0, "i_stop": i1, "j_start": j0, "j_stop": j1, "rows": rows, "columns": columns}
+    options |= {"down": down, "across": across, "USE_MAX": statistic.how == "max"}
+    options |= {"DOWN": 1 << (down - 1).bit_length(), "ACROSS": 1 << (across - 1).bit_length()}
+    return options, -(-rows // down) * -(-columns // across)

@@ -62,26 +62,16 @@ def _digest(content: bytes) -> str:
 def agree(group: Group, describe: Callable[[], tuple[tuple[int, ...], dict[str, str]]], like: Any) -> list[list[int]]:
     """Return four integers of each rank: its numbers, then zeros. Check that the ranks agree on everything else.
 
-    Parameters
-    ----------
-    describe : function that returns (numbers, description)
-        At most four integers, which may differ from rank to rank, and texts by name, which must be equal on all ranks.
+    describe : returns at most four integers, which may differ from rank to rank, and texts by name, which must not
     like : a tensor on the device of the tensors that are exchanged; any other object stands for the CPU
 
-    Raises
-    ------
-    Exception
-        `describe` raised it on this rank.
-    RankError
-        `describe` raised an error on another rank, or descriptions differ. Every rank raises.
+    If `describe` raises an error on a rank, or descriptions differ, every rank raises: its own error, or RankError.
     """
     failure: Exception | None = None
-    numbers: tuple[int, ...] = ()
-    description: dict[str, str] = {}
     try:
         numbers, description = describe()
     except Exception as error:
-        failure = error
+        failure, numbers, description = error, (), {}
     digest = hashlib.blake2b(repr(description).encode(), digest_size=8 * DIGEST_WORDS).digest()
     words = [int.from_bytes(digest[k : k + 8], "little", signed=True) for k in range(0, len(digest), 8)]
     device, padding = like.device if isinstance(like, Tensor) else "cpu", [0] * (4 - len(numbers))
@@ -108,15 +98,12 @@ def _raise_difference(group: Group, failure: Exception | None, description: dict
         raise failure
     for rank, (text, _) in enumerate(answers):
         if text is not None:
-            raise RankError(
-                f"rank {rank} raised: {text}", "a valid call on every rank", f"mend the call of rank {rank}"
-            )
+            given = f"rank {rank} raised: {text}"
+            raise RankError(given, "a valid call on every rank", f"mend the call of rank {rank}")
     first = answers[0][1]
     for rank, (_, other) in enumerate(answers):
         for name in first | other:
             if first.get(name) != other.get(name):
-                raise RankError(
-                    f"{name} differs: rank 0 has {first.get(name)}, rank {rank} has {other.get(name)}",
-                    "the same call on every rank; only the numbers of positions may differ",
-                    f"pass the same {name} on every rank",
-                )
+                given = f"{name} differs: rank 0 has {first.get(name)}, rank {rank} has {other.get(name)}"
+                allowed = "the same call on every rank; only the numbers of positions may differ"
+                raise RankError(given, allowed, f"pass the same {name} on every rank")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.partition.shards import ShardLayout, Shards, Span, check_shards, divide
 from ...errors import ParameterError, ShapeError
-from ...partition.shards import ShardLayout, Shards, Span, check_shards, divide
 from .agreement import agree, describe_shard
 from .group import Group
 
@@ -87,11 +87,9 @@ def check_axis(x: Any, axis: int) -> None:
     if not isinstance(x, Tensor):
         raise ParameterError(f"x is a {type(x).__name__}", "a tensor of torch", "torch.as_tensor(x)")
     if not -x.ndim <= axis < x.ndim:
-        raise ShapeError(
-            f"axis={axis} of a tensor of shape {tuple(x.shape)}",
-            "the axis of the positions, one of the tensor's axes",
-            "axis=0 for one number per position; axis=-2 for query, key and value, the default",
-        )
+        given = f"axis={axis} of a tensor of shape {tuple(x.shape)}"
+        cure = "axis=0 for one number per position; axis=-2 for query, key and value, the default"
+        raise ShapeError(given, "the axis of the positions, one of the tensor's axes", cure)
 
 
 class LinearMap(NamedTuple):

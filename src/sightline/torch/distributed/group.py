@@ -14,48 +14,27 @@ from ...errors import ParameterError, RankError
 
 
 class Group:
-    """The ranks of a process group.
+    """The ranks of a ProcessGroup, of a DeviceMesh of one axis, or of all processes for None.
 
-    Parameters
-    ----------
-    process_group : ProcessGroup, DeviceMesh of one axis, or None for all processes
-
-    Attributes
-    ----------
     size, rank : the number of ranks, and the rank of this process in the group
     global_ranks : for each rank of the group, its number among all processes
-
-    Raises
-    ------
-    ParameterError
-        torch.distributed is not initialized, `process_group` is none of these, or this process does not belong to it.
     """
 
     def __init__(self, process_group: Any = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise ParameterError(
-                "a call without a process group",
-                "torch.distributed that is initialized",
-                'torch.distributed.init_process_group("gloo"), and start the program with torchrun',
-            )
+            cure = 'torch.distributed.init_process_group("gloo"), and start the program with torchrun'
+            raise ParameterError("a call without a process group", "torch.distributed that is initialized", cure)
         if hasattr(process_group, "get_group"):
             if process_group.ndim != 1:
-                raise ParameterError(
-                    f"a DeviceMesh of {process_group.ndim} axes", "a mesh of one axis", 'group=mesh["name of the axis"]'
-                )
+                given = f"a DeviceMesh of {process_group.ndim} axes"
+                raise ParameterError(given, "a mesh of one axis", 'group=mesh["name of the axis"]')
             process_group = process_group.get_group()
         if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ParameterError(
-                "a group that this process does not belong to",
-                "a group with this process",
-                "call the function only in the processes of the group",
-            )
+            cure = "call the function only in the processes of the group"
+            raise ParameterError("a group that this process does not belong to", "a group with this process", cure)
         if not (process_group is None or isinstance(process_group, dist.ProcessGroup)):
-            raise ParameterError(
-                f"group={process_group!r}",
-                "a ProcessGroup, a DeviceMesh or None",
-                "group=None for all ranks; group=torch.distributed.new_group(ranks) for some of them",
-            )
+            cure = "group=None for all ranks; group=torch.distributed.new_group(ranks) for some of them"
+            raise ParameterError(f"group={process_group!r}", "a ProcessGroup, a DeviceMesh or None", cure)
         self.handle: Any = dist.group.WORLD if process_group is None else process_group
         self.size, self.rank = dist.get_world_size(self.handle), dist.get_rank(self.handle)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
@@ -101,11 +80,9 @@ class Group:
             yield
         except RuntimeError as error:
             names, reason = ", ".join(map(str, sorted(set(peers)))), str(error).strip().splitlines()[0]
-            raise RankError(
-                f"rank {self.rank} exchanged {what} with rank {names} of {self.size}, and it failed: {reason}",
-                "ranks that live and answer within the group's timeout",
-                f"read the log of rank {names}: it died, stalled, or gave up because of a rank that the log names",
-            ) from error
+            given = f"rank {self.rank} exchanged {what} with rank {names} of {self.size}, and it failed: {reason}"
+            cure = f"read the log of rank {names}: it died, stalled, or gave up because of a rank that the log names"
+            raise RankError(given, "ranks that live and answer within the group's timeout", cure) from error
 
 
 class Transfers:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...api import kernels
+from ...call.partition.parts import part_of
+from ...call.partition.shards import Shards, divide_heads
 from ...call.problem import Problem
-from ...partition.parts import part_of
-from ...partition.shards import Shards, divide_heads
 from ...statistics import arrays_of
 from ..autograd import attach_to_graph
 from .collectives import LinearMap, apply_maps, cut_spans, gathering, join_shards
@@ -24,7 +24,7 @@ from .group import Group
 
 
 def attention_by_heads(
-    group: Group, problem: Problem, shards: Sequence[Shards], local: Sequence[Tensor], threads: int | None
+    group: Group, problem: Problem, shards: Sequence[Shards], local: Sequence[Tensor]
 ) -> tuple[Tensor, list[Sequence[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic.
 
@@ -41,8 +41,8 @@ def attention_by_heads(
     part = replace(part, sinks=None if problem.sinks is None else problem.sinks[first:last])
     plan = kernels.make_plan(part)
     with torch.no_grad():
-        result = plan.kernel.run(part, threads)
-    result = attach_to_graph(part, plan, None, threads, result)
+        result = plan.kernel.run(part)
+    result = attach_to_graph(part, plan, result)
     answers = [arrays_of(answer) for answer in result.seen]
     maps = {
         "i": _to_heads(group, axis, query_heads, keys).transposed,

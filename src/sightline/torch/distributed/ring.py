@@ -21,12 +21,12 @@ from ...api import kernels
 from ...arrays.operations import itemsize, needs_gradient
 from ...call.gradient_parts import sink_weights, sum_sink_gradients
 from ...call.kernel import GivenGradients
+from ...call.partition.needed_keys import KeyBlock, Schedule, find_schedule, key_block_length
+from ...call.partition.parts import Sums, add_parts, part_of, read_part, start
+from ...call.partition.shards import Shards, Span
 from ...call.problem import Problem
 from ...call.spec import split_arrays, unflatten_gradients
 from ...errors import ParameterError
-from ...partition.needed_keys import KeyBlock, Schedule, find_schedule, key_block_length
-from ...partition.parts import Sums, combine, part_of, read_part, start
-from ...partition.shards import Shards, Span
 from ...reference import streaming
 from ...statistics import Statistic, StatisticGradients, Tile, accumulate_statistics, arrays_of, statistic_gradients
 from ..autograd import check_versions, table_versions, tables_of, trainable_inputs
@@ -39,7 +39,7 @@ ROUNDS_UNTIL_RETURN = 2  # rounds from the arrival of a block to the transfer of
 
 
 def attention_by_ring(
-    group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
+    group: Group, problem: Problem, shards: list[Shards], local: list[Tensor]
 ) -> tuple[Tensor, list[Sequence[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic."""
     per_query = tuple([statistic for statistic in problem.see if statistic.is_mergeable and statistic.num_arrays])
@@ -49,16 +49,13 @@ def attention_by_ring(
     row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * itemsize(problem.accumulator))
     pieces = queries.cut(max(MIN_ROWS, QUERY_BYTES // row_bytes // 64 * 64))
     schedule = find_schedule(problem.mask, problem.extent, pieces, keys, key_block_length(problem))
-    ring = Ring(group, replace(problem, see=per_query), schedule, threads)
+    ring = Ring(group, replace(problem, see=per_query), schedule)
     wanted_tables = trainable_inputs(problem)[1]
     tables = [problem.tables[index].array for index in wanted_tables]
     inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables]
     if over_queries and any(map(needs_gradient, inputs)):
-        raise ParameterError(
-            f"see={list(over_queries)} with inputs that require gradients",
-            'other statistics, or method="heads"',
-            "request them in a second call under torch.no_grad()",
-        )
+        allowed, cure = 'other statistics, or method="heads"', "request them in a second call under torch.no_grad()"
+        raise ParameterError(f"see={list(over_queries)} with inputs that require gradients", allowed, cure)
     output, lse, *arrays = _RingAttention.apply(ring, wanted_tables, *inputs)  # type: ignore[no-untyped-call]
     rounded = [array.to(ring.dtype) if array.is_floating_point() else array for array in arrays]
     arrays_by_statistic: dict[Statistic, Sequence[Tensor]] = dict(
@@ -113,11 +110,8 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise ParameterError(
-            'a second derivative of distributed.attention with method="ring"',
-            "first derivatives",
-            'method="heads", or gradients without create_graph=True',
-        )
+        given = 'a second derivative of distributed.attention with method="ring"'
+        raise ParameterError(given, "first derivatives", 'method="heads", or gradients without create_graph=True')
 
 
 # -- the passes of one rank --------------------------------------------------------------------------------------------
@@ -134,7 +128,6 @@ class Ring:
     group: Group
     problem: Problem
     schedule: Schedule
-    threads: int | None = None
 
     @property
     def dtype(self) -> Any:
@@ -148,11 +141,11 @@ class Ring:
         for block, (keys, values), _ in BlockExchange(self.group, self.schedule, (key, value)):
             for span in self.schedule.seeing_spans(self.group.rank, block):
                 part = self._part(span, block, query[..., span.rows, :], keys, values)
-                result = kernels.solve(part, None, self.threads)
+                result = kernels.solve(part)
                 added = read_part(result.output.to(self.dtype), result.lse, result.seen, block.span.start)
-                sums.store(span.rows, combine([sums.rows(span.rows), added], see))
+                sums.store(span.rows, add_parts([sums.rows(span.rows), added], see))
         for span in self.schedule.queries.ranks[self.group.rank]:
-            sums.store(span.rows, combine([sums.rows(span.rows)], see, normalize=True))
+            sums.store(span.rows, add_parts([sums.rows(span.rows)], see, normalize=True))
         return sums
 
     def statistics_of_pairs(
@@ -167,7 +160,7 @@ class Ring:
             for block, (keys,), _ in BlockExchange(self.group, self.schedule, (key,)):
                 for span in self.schedule.seeing_spans(self.group.rank, block):
                     part = self._part(span, block, query[..., span.rows, :], keys, keys).with_statistics()
-                    for tile in streaming.tiles(streaming.TileOps(part), lse[..., span.rows]):
+                    for tile in streaming.visible_tiles(streaming.TileOps(part), lse[..., span.rows]):
                         yield replace(tile, rows=_move(tile.rows, span), columns=_move(tile.columns, block.span))
 
         arrays_by_statistic: dict[Statistic, Sequence[Tensor]] = {}
@@ -213,7 +206,7 @@ class Ring:
             part = self._part(span, block, query[..., span.rows, :], *block_arrays)
             rows = _rows_of(given, span)
             rows = rows._replace(statistics=part_gradients(part, block.span.start, rows, sinks))
-            gradients = kernels.make_plan(part).kernel.backward(part, rows, self.threads)
+            gradients = kernels.make_plan(part).kernel.backward(part, rows)
             if gradients is None:
                 gradients = streaming.backward(part, rows)
             d_query[..., span.rows, :] += gradients.query
@@ -229,8 +222,9 @@ class Ring:
         """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over the rank's queries."""
         output, lse = given.saved
         delta = torch.einsum("...d,...d->...", given.d_output.to(self.dtype), output.to(self.dtype)).double()
-        part = replace(self.problem, query=query, key=key, value=value, sinks=None)
-        added = part_gradients(part, 0, given, sinks)
+        key, value = (x if x.shape[-2] else x.new_zeros(*x.shape[:-2], 1, x.shape[-1]) for x in (key, value))
+        part = replace(self.problem, query=query, key=key, value=value, sinks=None)  # statistics need a key
+        added = part_gradients(part, 0, given, sinks) if query.shape[-2] else StatisticGradients()
         for term, sign in ((given.d_lse, -1.0), (added.lse, -1.0), (added.weights_sum, 1.0)):
             if term is not None:
                 delta = delta + sign * term
@@ -258,11 +252,8 @@ def _rows_of(given: GivenGradients, span: Span) -> GivenGradients:
 def part_gradients(part: Problem, first_key: int, given: GivenGradients, sinks: Tensor | None) -> StatisticGradients:
     """Return the terms that the gradients of `part.see` add to the gradients of a part.
 
-    Parameters
-    ----------
-    part : some queries on the keys from `first_key` on
-    given : the gradients and the results of these queries on all keys
-    sinks : the sinks of the whole problem
+    The part has some queries on the keys from `first_key` on, `given` their gradients and results on all keys, and
+    `sinks` are those of the whole problem.
     """
     lse = given.saved[1]
     wide = [None if gradient is None else gradient.double() for gradient in given.d_seen]
@@ -289,8 +280,6 @@ class BlockExchange:
     own queries see. While rank r computes with one block, the next block arrives. The gradients of the block of round x
     are sent in round x + 2.
 
-    Parameters
-    ----------
     arrays : tensors (..., m_r, width) of this rank's shard, such as key and value
     gradients : for each array a tensor like it, to which the gradients from all ranks are added; None in passes
         without gradients. In a pass with gradients, the rank calls `add` for every block with the block's gradients,

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, Never, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ...api.kernels import to_caller_layout
+from ...api.kernels import to_caller
 from ...arrays.operations import needs_gradient
+from ...call import validation
 from ...call.foreign_arguments import refuse_arguments
 from ...call.kernel import Result
+from ...call.partition.shards import ShardLayout, Shards, check_shards
 from ...call.problem import Problem, make_problem
-from ...call.validation import (
-    broadcast_inputs,
-    check_arrays,
-    check_choice,
-    read_dropout,
-    read_mask,
-    read_score,
-    read_seed,
-    read_statistics,
-    split_names,
-)
 from ...errors import ParameterError
-from ...partition.shards import ShardLayout, Shards, check_shards
-from ...statistics import Statistic, unwrap_mean
+from ...statistics import Statistic
 from ..dispatch import apply_autocast
 from ..operator import autocast_disabled, make_seed
 from .agreement import agree, describe_array, describe_formula, describe_number, describe_shard
@@ -66,12 +55,9 @@ def attention(
 
     Parameters
     ----------
-    query : (..., H, n_r, d_k) float16, bfloat16, float32 or float64
-        This rank's queries. A DTensor that is sharded along the positions works too.
-    key : (..., G, m_r, d_k), the same dtype
-        This rank's keys. H is a multiple of G. The numbers n_r and m_r may differ from rank to rank.
-    value : (..., G, m_r, d_v), the same dtype
-        This rank's values.
+    query, key, value : (..., H, n_r, d_k), (..., G, m_r, d_k) and (..., G, m_r, d_v), this rank's, of one dtype
+        H is a multiple of G. The numbers n_r and m_r may differ from rank to rank. DTensors that are sharded along the
+        positions work too.
     mask, score, scale, sinks, dropout, seed, threads
         As in `sightline.attention`, and equal on every rank. A table has the entries of the whole sequence; `unshard`
         makes one from shards. The same seed drops the same weights for any number of ranks. Without a seed, rank 0
@@ -130,16 +116,16 @@ def attention(
     arrays, group = _local_tensors(list(given_arrays.values()), group)
     query, key, value = map(apply_autocast, arrays)
     ranks = Group(group)
-    names, statistics = split_names(see)
+    names, statistics = validation.split_names(see)
     options: dict[str, Any] = {"mask": mask, "score": score, "see": statistics}
-    options |= {"scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
+    options |= {"scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed, "threads": threads}
     named = {"query": query, "key": key, "value": value}
 
     def describe() -> tuple[tuple[int, ...], dict[str, str]]:
         if positional or unknown:
             refuse_arguments("torch.distributed.attention", positional, unknown)
         _check_tensors(given_arrays)
-        check_choice(None, threads)
+        validation.check_choice(None, threads)
         if method not in get_args(Method):
             raise ParameterError(f"method={method!r}", '"ring" or "heads"', 'method="ring"')
         numbers, description = _describe(named, options)
@@ -150,12 +136,12 @@ def attention(
     problem = _whole_problem([query, key, value], shards, options | {"seed": numbers[0][2]})
     _check_statistics(problem)
     _check_dropout(problem, shards[1])
-    computed = replace(problem, see=tuple(map(unwrap_mean, problem.see)))
     run = attention_by_ring if method == "ring" else attention_by_heads
     with autocast_disabled(query):
-        output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
-    answers = tuple([_build_result(problem, *each) for each in zip(problem.see, seen, strict=True)])
-    output, results = to_caller_layout(problem, Result(output, None, answers))
+        output, seen = run(ranks, problem, shards, validation.broadcast_inputs(named))
+    pairs = zip(problem.see, seen, strict=True)
+    answers = [one.build_result(own if one.is_differentiable else [x.detach() for x in own]) for one, own in pairs]
+    output, results = to_caller(problem, Result(output, None, tuple(answers)), statistics)
     output = _to_dtensor(output, given_arrays["query"])
     if see is None:
         return output
@@ -164,13 +150,13 @@ def attention(
 
 def _describe(named: dict[str, Any], options: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, str]]:
     """Return the numbers and the description that `agree` compares, after the checks of this rank's arguments."""
-    check_arrays(named)
-    broadcast_inputs(named)
-    formulas = {"mask": read_mask(options["mask"]), "score": read_score(options["score"])}
+    validation.check_arrays(named)
+    validation.broadcast_inputs(named)
+    formulas = {"mask": validation.read_mask(options["mask"]), "score": validation.read_score(options["score"])}
     description = {name: describe_formula(formula) for name, formula in formulas.items()}
     for name, array in named.items():
         description |= describe_shard(name, array, -2)
-    statistics = read_statistics(options["see"])
+    statistics = validation.read_statistics(options["see"])
     description["see"] = "; ".join(
         [f"{statistic!r} {statistic.serialize(describe_formula)}" for statistic in statistics]
     )
@@ -180,9 +166,9 @@ def _describe(named: dict[str, Any], options: dict[str, Any]) -> tuple[tuple[int
     tables = [table.array for formula in formulas.values() if formula is not None for table in formula.tables]
     for name, arrays in {"sinks": [sinks], "scale": [options["scale"]], "tables": tables}.items():
         description[f"requires_grad of {name}"] = str([needs_gradient(array) for array in arrays])
-    seed, dropout = options["seed"], read_dropout(options["dropout"])
+    seed, dropout = options["seed"], validation.read_dropout(options["dropout"])
     if seed is not None or not dropout:
-        seed = read_seed(seed, dropout)
+        seed = validation.read_seed(seed, dropout)
     description["seed"] = str(seed)
     return (named["query"].shape[-2], named["key"].shape[-2], int(make_seed(seed))), description
 
@@ -199,31 +185,17 @@ def _whole_problem(arrays: list[Tensor], shards: list[Shards], options: dict[str
 def _check_statistics(problem: Problem) -> None:
     """Raise ParameterError if a statistic cannot be computed across ranks."""
     for statistic in problem.see:
-        one = unwrap_mean(statistic)
-        if one.has_own_problem or not (one.is_mergeable or (one.axes and not one.finds)):
-            raise ParameterError(
-                f"see={statistic!r} across ranks",
-                "lse, entropy, max_score, mass, top_k, sums over i or j, cells, and their sums and means",
-                "select queries and heads from the result, or call sightline.attention on one rank",
-            )
+        if statistic.has_own_problem or not (statistic.is_mergeable or (statistic.axes and not statistic.finds)):
+            allowed = "lse, entropy, max_score, mass, top_k, sums over i or j, cells, and their sums and means"
+            cure = "select queries and heads from the result, or call sightline.attention on one rank"
+            raise ParameterError(f"see={statistic!r} across ranks", allowed, cure)
 
 
 def _check_dropout(problem: Problem, keys: Shards) -> None:
     starts = [span.start for spans in keys.ranks for span in spans if len(span)]
     if problem.dropout and any(start % 4 for start in starts):
-        raise ParameterError(
-            f"dropout with shards of keys that begin at {starts}",
-            "shards that begin at multiples of 4",
-            "divide the keys with shard(x)",
-        )
-
-
-def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tensor]) -> Any:
-    """Return the result of a statistic. If it is a mean over heads or batches, `arrays` are not averaged yet."""
-    arrays = [statistic.average(array, len(problem.batch_shape)) for array in arrays]
-    if not statistic.is_differentiable:
-        arrays = [array.detach() for array in arrays]
-    return statistic.build_result(arrays)
+        given = f"dropout with shards of keys that begin at {starts}"
+        raise ParameterError(given, "shards that begin at multiples of 4", "divide the keys with shard(x)")
 
 
 # -- DTensors that are sharded along the positions ---------------------------------------------------------------------
@@ -239,26 +211,21 @@ def _check_tensors(named: dict[str, Any]) -> None:
         if not isinstance(array, Tensor):
             raise ParameterError(f"{name} is a {type(array).__name__}", "a tensor of torch", "torch.as_tensor(array)")
     arrays = list(named.values())
-    given = [array for array in arrays if isinstance(array, DTensor)]
-    if not given:
+    placed = [array for array in arrays if isinstance(array, DTensor)]
+    if not placed:
         return
-    if len(given) < len(arrays):
-        raise ParameterError(
-            "DTensors and plain tensors as query, key and value",
-            "three DTensors, or three plain tensors",
-            "DTensor.from_local(x, mesh, [Shard(-2)])",
-        )
-    if len({(array.device_mesh, array.placements) for array in given}) > 1:
+    if len(placed) < len(arrays):
+        given, allowed = "DTensors and plain tensors as query, key and value", "three DTensors, or three plain tensors"
+        raise ParameterError(given, allowed, "DTensor.from_local(x, mesh, [Shard(-2)])")
+    if len({(array.device_mesh, array.placements) for array in placed}) > 1:
         raise ParameterError("DTensors of different placements", "one placement", "redistribute all to Shard(-2)")
-    first: Any = given[0]
+    first: Any = placed[0]
     sharded = _sharded_axes(first)
     others = [place for axis, place in enumerate(first.placements) if axis not in sharded and not place.is_replicate()]
     if len(sharded) != 1 or others or first.placements[sharded[0]].dim % first.ndim != first.ndim - 2:
-        raise ParameterError(
-            f"DTensors with the placements {first.placements}",
-            "Shard of the positions, axis −2, on one axis of the mesh, and Replicate on the others",
-            "query.redistribute(mesh, [Shard(query.ndim - 2)])",
-        )
+        given = f"DTensors with the placements {first.placements}"
+        allowed = "Shard of the positions, axis −2, on one axis of the mesh, and Replicate on the others"
+        raise ParameterError(given, allowed, "query.redistribute(mesh, [Shard(query.ndim - 2)])")
 
 
 def _local_tensors(arrays: Sequence[Any], group: Any) -> tuple[list[Any], Any]:

@@ -31,13 +31,11 @@ from ...formula.torch_masks import block_formula
 from ...kv_cache import KVCache
 from ...statistics import lse, max_score
 from ..functional import convert_arguments, scaled_dot_product_attention
-from ..interception import has_modes, is_transformed
-from ..layer_calls import LayerCall
-from ..layer_calls import attend as attend_for_layer
+from ..interception import has_modes, in_eager_code, is_transformed
+from ..layer_calls import LayerCall, attend_for_layer
 from ..nested import is_nested
 from ..operator import autocast_disabled
-from ..replacement import _attend as replacing_attend
-from ..replacement import torch_attention  # type: ignore[attr-defined]
+from ..replacement import replacing_attend, torch_attention  # type: ignore[attr-defined]
 from .call_recorder import Recorder, Watcher
 from .handwritten import WeightsMark, find_handwritten, forget_tensors
 from .running_modules import nested_error, without_hand_over
@@ -56,10 +54,11 @@ class Finder(TorchFunctionMode):
         self.keeps_scores = False  # for a watch that records attention written by hand
         self.lock = Lock()
 
+    @partial(
+        in_eager_code, otherwise=lambda _, function, types, inputs=(), options=None: function(*inputs, **options or {})
+    )
     def __torch_function__(self, function: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
         options = options or {}
-        if torch.compiler.is_compiling():
-            return function(*inputs, **options)
         if function is Tensor.backward:  # checkpointed functions run again in it
             with self:
                 return _backward(*inputs, **options)
@@ -145,11 +144,9 @@ def _compute(
     if is_nested(query):
         raise nested_error()
     if is_transformed():  # the results would be tensors that end with the transform
-        raise ParameterError(
-            "attention in a transform of torch.func or in forward-mode differentiation, in a watch",
-            "calls of the model itself, and backward passes",
-            "watch a call of the model without vmap, grad, jvp or dual numbers",
-        )
+        given = "attention in a transform of torch.func or in forward-mode differentiation, in a watch"
+        cure = "watch a call of the model without vmap, grad, jvp or dual numbers"
+        raise ParameterError(given, "calls of the model itself, and backward passes", cure)
     of_recorders = [recorder.requested() for recorder in recorders]
     requested = [*own, *(statistic for statistics in of_recorders for statistic in statistics)]
     with without_hand_over():  # of the kernels' threads

@@ -6,8 +6,9 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from ...call.validation import suggest_statistic
 from ...errors import ParameterError
-from ...recording import Call, Kind, Seen, Total, map_arrays, select_names
-from ...statistics import Statistic
+from ...statistics import Mean, OverLayers, Selection, Statistic
+from ...statistics.recording import AttentionKind, Call, Seen, Total, map_arrays, select_names
 from ..layer_calls import LayerCall
 from .running_modules import Running, RunningModules
 
@@ -47,12 +48,7 @@ class CalledLayer:
 
 
 class Watcher:
-    """The statistics that one `watch` requests of the attention in a model, and their recording.
-
-    Parameters
-    ----------
-    model, see, layers, heads, tokens, handwritten : as in `sightline.watch`, which lists the errors
-    """
+    """The statistics that one `watch` requests of the attention in a model, and their recording."""
 
     def __init__(
         self,
@@ -75,16 +71,15 @@ class Watcher:
         self.asked = _read_layers(layers, tuple(self.by_path))
         # of each statistic the sum or mean over layers; None if the results of its calls are kept
         self.totals = [
-            Total(statistic, name) if statistic.over_layers else None
+            Total(statistic, name) if isinstance(statistic, OverLayers) else None
             for statistic, name in zip(statistics, names or [""] * len(statistics), strict=True)
         ]
         if any(self.totals) and self._counts_from_end():
-            raise ParameterError(
-                f"layers={layers!r} with a sum or mean over layers",
-                "paths, patterns and numbers from 0 on, since calls of a layer cannot be dropped from a sum later",
-                'layers=["*.self_attn"]',
-            )
+            allowed = "paths, patterns and numbers from 0 on, since calls of a layer cannot be dropped from a sum later"
+            raise ParameterError(f"layers={layers!r} with a sum or mean over layers", allowed, 'layers=["*.self_attn"]')
         self.seen = Seen(tokens=tokens, totals=[total for total in self.totals if total is not None])
+        folder = getattr(getattr(model, "config", None), "name_or_path", "")  # of a model of transformers
+        self.seen.model = PurePath(str(folder)).name or type(model).__name__
         self.inputs: Any = None  # an object whose `current` has the tokens of the model's inputs
         self.layers: dict[str, CalledLayer] = {}  # every layer that called attention, in the order of the first calls
         self.numbers: dict[str, int] = {}  # of each layer that `layers` may select, among these
@@ -152,7 +147,7 @@ class Watcher:
                 cure,
             )
         for statistic in self.see:
-            statistic.check_layers(len(self.seen.layers), is_end=True)
+            _check_layers(statistic, len(self.seen.layers), is_end=True)
         self.seen.check_tokens()
 
     def _explain(self) -> tuple[str, str]:
@@ -199,8 +194,8 @@ class Recorder:
     def requested(self) -> tuple[Statistic, ...]:
         """Return the statistics of this call. Raise ParameterError if a statistic has factors for too few layers."""
         for statistic in self.watcher.requested:
-            statistic.check_layers(self.layer_number + 1)
-        return tuple([statistic.at_layer(self.layer_number) for statistic in self.watcher.requested])
+            _check_layers(statistic, self.layer_number + 1)
+        return tuple([_at_layer(statistic, self.layer_number) for statistic in self.watcher.requested])
 
     def record(self, results: Sequence[Any], output: Tensor, given: LayerCall, n: int, m: int) -> None:
         """Append the call, of n queries on m keys, to the recording. Add its part of sums and means over layers."""
@@ -216,7 +211,9 @@ class Recorder:
             layer.call = layer.call + 1 if layer.run == self.running.run else 0
             layer.step += layer.run != self.running.run
             layer.run = self.running.run
-            kind: Kind = "cross" if layer.is_cross else given.kind or ("self" if m in (n, layer.keys + n) else "cross")
+            kind: AttentionKind = (
+                "cross" if layer.is_cross else given.kind or ("self" if m in (n, layer.keys + n) else "cross")
+            )
             layer.keys = m
             if kind == "self":
                 query_start = m - n if given.query_start is None else given.query_start
@@ -254,6 +251,35 @@ def _read_statistics(see: Any) -> tuple[tuple[str, ...], tuple[Statistic, ...]]:
         cure = suggest_statistic(*others[:1] or [None])
         raise ParameterError(f"see={see!r}", "a statistic, or a list or dict of statistics", cure)
     return names, tuple(statistics)
+
+
+def _factors_by_layer(statistic: Statistic) -> tuple[Any, ...]:
+    """Return the factors of the heads for each layer; () if all layers have the same factors."""
+    while isinstance(statistic, OverLayers | Selection):
+        statistic = statistic.of
+    rows = statistic.factors if isinstance(statistic.factors, tuple) else ()
+    return rows if rows and isinstance(rows[0], tuple) else ()
+
+
+def _at_layer(statistic: Statistic, layer: int) -> Statistic:
+    """Return the statistic to request of the layer with this number."""
+    statistic = statistic.of if isinstance(statistic, OverLayers) else statistic
+    if isinstance(statistic, Selection):
+        return replace(statistic, of=_at_layer(statistic.of, layer))
+    rows = _factors_by_layer(statistic)
+    return replace(statistic, factors=rows[layer]) if rows and isinstance(statistic, Mean) else statistic
+
+
+def _check_layers(statistic: Statistic, count: int, is_end: bool = False) -> None:
+    """Raise ParameterError if the statistic has one row of factors for each layer, and fewer rows than `count`.
+
+    If `is_end`, a watch of `count` layers has ended, and more rows than `count` are an error, too.
+    """
+    rows = len(_factors_by_layer(statistic))
+    if rows and (rows < count or (is_end and rows != count)):
+        given = f"weights of {rows} layers, in a watch of {'' if is_end else 'at least '}{count} layers"
+        allowed = "a row of weights for each layer"
+        raise ParameterError(given, allowed, "a row for each watched layer; layers=... of the watch selects layers")
 
 
 def _read_layers(layers: Any, paths: tuple[str, ...]) -> tuple[str | int, ...] | None:

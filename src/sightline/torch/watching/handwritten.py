@@ -20,7 +20,7 @@ from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...caching import cached_property
+from ...arrays.caching import cached_property
 
 
 def _find_functions(names: str) -> set[Any]:
@@ -46,7 +46,7 @@ OF_FIRST = SAME_WEIGHTS | RESHAPES | MOVES  # only the values of the first argum
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 CHANGED = "the {} are changed in place after the softmax"
 NESTED = "the scores or weights are a nested tensor"
-OWN_PACKAGES = ("torch.", "sightline.")
+SKIPPED_FRAMES = ("torch.", "sightline.")
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,6 @@ class ScoresMark:
 class WeightsMark:
     """What is known about a softmax of scores, or about a tensor that is computed from one.
 
-    Attributes
-    ----------
     place : file and line of the softmax
     dtype : the dtype of the softmax's result
     version : how often the marked tensor had been changed in place when the mark was made
@@ -309,7 +307,7 @@ def _version(x: Tensor) -> int:
 def _place_of_caller() -> str:
     """Return "file:line" of the innermost code that is neither torch's nor this library's."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OWN_PACKAGES):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(SKIPPED_FRAMES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -12,8 +12,8 @@ import torch
 from torch import distributed, nn
 
 from ...errors import ParameterError, check_count, context
-from ...monitoring import MONITORED, MonitoredStep, StepSums
-from ...recording import Seen
+from ...statistics.monitoring import MONITORED, MonitoredStep, StepSums
+from ...statistics.recording import Seen
 from ..layer_calls import check_module
 from .model_watch import watch
 
@@ -86,9 +86,8 @@ class AttentionMonitor:
     ) -> None:
         check_module(model)
         if log is not None and not callable(log):
-            raise ParameterError(
-                f"log={log!r}", "a function of a dict and the number of the step", "log=lambda values, step: ..."
-            )
+            allowed = "a function of a dict and the number of the step"
+            raise ParameterError(f"log={log!r}", allowed, "log=lambda values, step: ...")
         self.model, self.layers, self.log = model, layers, log
         self.every = check_count("every={!r}", every, 1, "every=100")
         self.over_ranks = over_ranks

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import MissingExtraError, ParameterError, context
-from ...recording import Seen, Tokens
 from ...statistics import OVERVIEW, Statistic
+from ...statistics.recording import Seen, Tokens
 from ..layer_calls import check_module
 from .attention_finder import FINDER
 from .call_recorder import Watcher
@@ -60,21 +60,16 @@ def watch(
         The query heads to record, default all. Negative numbers count from the last head.
     tokens : labels of positions, optional
         For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such a list for each side; see
-        `sightline.recording.Seen`. For a model of transformers, the default labels are the tokens of its `input_ids`.
+        `sightline.statistics.recording.Seen`. Default for a model of transformers: the tokens of its `input_ids`.
     tokenizer : tokenizer of transformers, optional
         The tokenizer whose tokens label the positions, by default the one in the folder that the model was loaded from.
         Nothing is downloaded. Without a tokenizer, the labels are the positions.
     handwritten : bool, default False
         True also records attention that the model writes out by hand: softmax(S) V, where S contains a product of two
         activations, or of learned queries and an activation. torch computes the output, as without a watch. The
-        statistics are those of softmax(S), and `scores`, `lse` and `max_score` those of S. A query whose scores are all
-        −∞ has weights 0 in place of torch's NaN. S has n × m numbers for each head, as in the model itself.
-        The axes of S are (..., heads, queries, keys), in the order of the product with V. All axes before the heads are
-        batch entries. If the product reads (B·H, n, m), H is read from the last tensor (B, H, n, m) among the tensors
-        between Q Kᵀ and that product. Without such a tensor, the recording has B·H batch entries of one head.
-        The softmax must be over the last axis. Its result may pass through dropout, casts and changes of shape only,
-        and 0 may replace the NaN of a query whose scores are all −∞, as by `nan_to_num`. It must then reach a matmul,
-        mm, bmm, baddbmm, addmm or einsum of two operands that sums over keys.
+        statistics are those of softmax(S), and `scores`, `lse` and `max_score` those of S, which has n × m numbers for
+        each head, as in the model itself. If all scores of a query are −∞, its weights are 0. The page "Watch a model"
+        lists what may stand between softmax and product, and which axes of S are the heads.
 
     Yields
     ------
@@ -131,9 +126,7 @@ def _read_inputs(model: nn.Module, tokenizer: Any) -> Any:
             labels = import_module("sightline.transformers.token_labels")
             return labels.recording_tokens(model, tokenizer)
     if tokenizer is not None:
-        raise ParameterError(
-            f"tokenizer= for a {type(model).__name__}, which is not a model of transformers 4.57 or later",
-            "the tokens themselves",
-            "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]",
-        )
+        given = f"tokenizer= for a {type(model).__name__}, which is not a model of transformers 4.57 or later"
+        cure = "tokens=[tokenizer.convert_ids_to_tokens(row) for row in ids]"
+        raise ParameterError(given, "the tokens themselves", cure)
     return PositionReader().record(model)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...recording import Tokens
+from ...statistics.recording import Tokens
 
 WHISPER_FRAME = 0.02  # seconds between two positions of Whisper's encoder: 2 columns of its spectrogram, 10 ms each
 
@@ -33,7 +33,7 @@ def frame_labels(count: int) -> list[str]:
 
 
 def patch_labels(first: list[str], registers: int, rows: int, columns: int) -> list[str]:
-    """Return the labels `first`, those of registers, then "row,column" of each patch, as the model orders them."""
+    """Return the labels `first`, one for each register, and "row,column" of each patch, in the model's order."""
     named = [f"register {k + 1}" for k in range(registers)]
     return [*first, *named, *(f"{row},{column}" for row in range(rows) for column in range(columns))]
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ...errors import ParameterError
+from ..interception import in_eager_code
 from ..layer_calls import wrapping
 
 
@@ -125,9 +126,10 @@ class _Hooks:
     def __reduce__(self) -> tuple[Any, ...]:  # copy.deepcopy and pickle call it, and a copy outlives the watch
         return _Hooks, (None, "")
 
+    @in_eager_code
     def enter(self, module: nn.Module, inputs: Any) -> None:
         modules = self.modules
-        if modules is None or torch.compiler.is_compiling():
+        if modules is None:
             return
         if module not in modules.paths and not getattr(module, "_is_replica", False):  # a copy by copy.copy
             return
@@ -274,11 +276,9 @@ def _init_frame(
 
     def explain(error: Exception) -> None:
         if any(modules.has_ended for modules in watched):
-            raise ParameterError(
-                "the backward pass of a checkpointed function, after the watch of its forward pass has ended",
-                "backward passes in the `with` block of the watch",
-                "call backward() in the `with` block, or watch a forward pass under torch.no_grad()",
-            ) from error
+            given = "the backward pass of a checkpointed function, after the watch of its forward pass has ended"
+            cure = "call backward() in the `with` block, or watch a forward pass under torch.no_grad()"
+            raise ParameterError(given, "backward passes in the `with` block of the watch", cure) from error
         raise error
 
     on_error = explain if watched and on_error is None else on_error

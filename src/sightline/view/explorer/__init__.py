@@ -1,14 +1,7 @@
 """The explorer: one HTML page that shows the attention weights of every head of every layer.
 
->>> import sightline.data
->>> from sightline.view import explorer
->>> cat = sightline.data.load("minilm_cat")
->>> tokens = [row[:length] for row, length in zip(cat.tokens, cat.lengths)]
->>> data = explorer.from_weights(tokens, [layer.weights for layer in cat.layers.values()], names=["Layer 0", "Layer 3"])
->>> page = explorer.html(data)
-
-`explorer.save_html(data, "page.html")` writes the page. `explorer.explore(data)` shows the page in a notebook or a
-browser. `html`, `save_html` and `explore` also accept the `Seen` that `sightline.watch` returns.
+`from_weights` makes the data of a page. `save_html` writes the page, and `explore` shows it in a notebook or a browser.
+Both accept the data, or the `Seen` that `sightline.watch` returns.
 """
 
 from .data import Exploration, Links, ShownLayer, Text, from_weights

@@ -6,23 +6,25 @@ A link is one weight with its query and its key.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from ...arrays.operations import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
-from ...recording import labels_by_entry
 from ...statistics.per_query import entropy_of
-from ..heatmaps import pooled
+from ...statistics.recording import labels_by_entry
+from ..heatmaps import pool_cells
 from .fitting import fit
 from .page_parts import BASE64_RATIO, choose_levels, count_bytes
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Tokens = Sequence[str] | Sequence[Sequence[str]]
+TokenLists = Sequence[str] | Sequence[Sequence[str]]
 
 PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail
 ESTIMATED_SHARE = 0.96  # share of the limit for rounded weights, whose size is an estimate; the rest covers its error
@@ -138,12 +140,12 @@ class Exploration:
 
 
 def from_weights(
-    tokens: Tokens,
+    tokens: TokenLists,
     weights: Any,
     *,
-    keys: Tokens | None = None,
+    keys: TokenLists | None = None,
     names: Sequence[str] | None = None,
-    title: str = "Attention",
+    title: str | None = None,
     limit: int = PAGE_BYTES,
     top: int = TOP_ENTRIES,
 ) -> Exploration:
@@ -160,7 +162,8 @@ def from_weights(
         The tokens of the keys in cross-attention; by default those of the queries.
     names : sequence of str, optional
         The name of each layer; by default "Layer 0", "Layer 1" and so on.
-    title : str, default "Attention"
+    title : str, optional
+        By default "Attention" and the text, if there is one.
     limit : int, default 10 MB
         Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16, 12 or 8
         bits, or to fewer levels, and shows how exact a weight is. If 64 levels are too many, the map shows means, and
@@ -197,16 +200,15 @@ def from_weights(
     if names is not None and len(names) != len(arrays):
         raise ParameterError(f"{len(names)} names for {len(arrays)} layers", "one name for each layer", "names=None")
     labels = list(map(str, names)) if names is not None else [f"Layer {number}" for number in range(len(arrays))]
-    queries, key_texts = (
-        list(map(tuple, labels_by_entry(side))) for side in (tokens, tokens if keys is None else keys)
-    )
+    sides = tokens, tokens if keys is None else keys
+    queries, key_texts = (list(map(tuple, labels_by_entry(side))) for side in sides)
     _check(queries, key_texts, arrays)
     layers = list(zip(labels, arrays, strict=True))
     texts = [
         [DenseLayer(name, rows, columns, array[k, :, : len(rows), : len(columns)]) for name, array in layers]
         for k, (rows, columns) in enumerate(zip(queries, key_texts, strict=True))
     ]
-    return make_exploration(str(title), texts, limit, top)
+    return make_exploration(page_title("Attention", queries) if title is None else str(title), texts, limit, top)
 
 
 def make_exploration(
@@ -246,6 +248,13 @@ def text_name(tokens: Sequence[str]) -> str:
     return text.replace("Ġ", " ").replace("▁", " ").strip()[:80]
 
 
+def page_title(model: str, texts: Sequence[Sequence[str]]) -> str:
+    """Return the name of the model, and the beginning of the text if there is one text, of words and not of patches."""
+    text = text_name([token for token in texts[0] if not re.fullmatch(r"\[[A-Z]+\]|<.+>", token)])
+    is_text = len(texts) == 1 and texts[0][0] != "class" and re.search(r"[^\W\d_]{2}", text)
+    return f"{model}: “{shorten(text, 60, placeholder=' …')}”" if is_text else model
+
+
 def _as_layers(weights: Any) -> list[Array]:
     """Return an array of weights (B, H, n, m) for every layer.
 
@@ -255,18 +264,15 @@ def _as_layers(weights: Any) -> list[Array]:
     arrays: list[Array] = [np.asarray(to_numpy(array)) for array in given]
     shapes = [array.shape for array in arrays]
     if not arrays or any(array.ndim not in (3, 4) for array in arrays):
-        raise ShapeError(
-            f"weights of shapes {shapes}" if arrays else "no weights: an empty list",
-            "one layer or more, each (H, n, m) or (B, H, n, m)",
-            "[array[None]] for one head (n, m), list(array) for layers stacked in one array",
-        )
+        given = f"weights of shapes {shapes}" if arrays else "no weights: an empty list"
+        cure = "[array[None]] for one head (n, m), list(array) for layers stacked in one array"
+        raise ShapeError(given, "one layer or more, each (H, n, m) or (B, H, n, m)", cure)
     for array in arrays:
         if array.dtype.kind in "cOSU":
             raise DtypeError(f"weights of dtype {array.dtype}", "real numbers", "weights.astype('float32')")
         if (array < 0).any():
-            raise ParameterError(
-                f"weights with an entry {array.min()}", "normalised weights, at least 0", "apply softmax to scores"
-            )
+            given = f"weights with an entry {array.min()}"
+            raise ParameterError(given, "normalised weights, at least 0", "apply softmax to scores")
     return [array[None] if array.ndim == 3 else array for array in arrays]
 
 
@@ -276,12 +282,10 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
     for array in arrays:
         batch, _, n, m = array.shape
         if empty or not batch == len(queries) == len(keys) or longest[0] > n or longest[1] > m or 0 in array.shape:
-            raise ShapeError(
-                f"weights of shape {array.shape} for {len(queries)} texts of up to {longest[0]} queries and "
-                f"{longest[1]} keys",
-                "(B, H, n, m): at least one row per token and one column per key, no empty text",
-                "tokens: a list of strings, or for a batch a list of such lists; keys= for other tokens of the keys",
-            )
+            counts = "{} texts of up to {} queries and {} keys".format(len(queries), *longest)
+            allowed = "(B, H, n, m): at least one row per token and one column per key, no empty text"
+            cure = "tokens: a list of strings, or for a batch a list of such lists; keys= for other tokens of the keys"
+            raise ShapeError(f"weights of shape {array.shape} for {counts}", allowed, cure)
 
 
 def make_layer(layer: DenseLayer, count: int = 0, side: int = 0, levels: int | None = None) -> ShownLayer:
@@ -296,7 +300,7 @@ def make_layer(layer: DenseLayer, count: int = 0, side: int = 0, levels: int | N
     received = np.stack([head.sum(0, dtype=np.float64) for head in p]).astype(np.float32)
     if not count:
         return ShownLayer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads, levels=levels)
-    cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float32)
+    cells = np.stack([pool_cells(head.astype(np.float32), side) for head in p]).astype(np.float32)
     looks, seen_by = (Links(*top_links(matrix, count)) for matrix in (p, p.swapaxes(1, 2)))
     return ShownLayer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads, levels)
 

@@ -65,10 +65,8 @@ def fit(data: Exploration, limit: float) -> Exploration:
     if chosen < len(options):
         return made(chosen)
     least = made(-1)
-    size = f"{count_bytes(least) / 1e6:.2g} MB"
-    return replace(
-        least, notes=(*least.notes, f"No page is smaller than this, of {size}: record fewer heads or tokens.")
-    )
+    note = f"No page is smaller than this, of {count_bytes(least) / 1e6:.2g} MB: record fewer heads or tokens."
+    return replace(least, notes=(*least.notes, note))
 
 
 def _notes(limit: float, reduction: Detail, count: int, made: Exploration) -> list[str]:

@@ -23,6 +23,7 @@ from .data import (
     Text,
     make_exploration,
     make_layer,
+    page_title,
     text_name,
 )
 from .fitting import fit
@@ -33,7 +34,7 @@ REQUIRED_STATISTICS = ("pooled", "top_k", "entropy", "received")
 CURE = "see=sightline.OVERVIEW, the default of watch, or see=[sightline.weights()]"
 
 
-def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, top: int = TOP_ENTRIES) -> Exploration:
+def from_seen(seen: Any, *, title: str | None = None, limit: int = PAGE_BYTES, top: int = TOP_ENTRIES) -> Exploration:
     """Return the data of a page that shows the attention of a watched model.
 
     Parameters
@@ -43,7 +44,8 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         `pooled(...)`, `top_k(...)`, `entropy()` and `received()`. The page shows the last run of each layer: the last
         forward pass, joined with the generation steps after it. The page shows every weight if the calls have
         `weights()`, or if `pooled` has one cell for each pair, as in calls of up to 64 queries and keys.
-    title : str, default "Attention"
+    title : str, optional
+        By default the name of the model, and the text if there is one.
     limit : int, default 10 MB
         Largest size of a page in bytes; see `from_weights`. A page of pooled statistics stores numbers in fewer bits,
         then fewer of the keys of `top_k`, then coarser maps, until the page fits. The `notes` on the page say what is
@@ -61,15 +63,13 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         The argument is not a `Seen`, the `Seen` has no calls, or its calls lack the statistics named above.
     """
     if not hasattr(seen, "calls"):
-        raise ParameterError(
-            f"an explorer page of a {type(seen).__name__}", "an Exploration or a Seen", "from_weights(tokens, weights)"
-        )
+        given = f"an explorer page of a {type(seen).__name__}"
+        raise ParameterError(given, "an Exploration or a Seen", "from_weights(tokens, weights)")
     shown = dict.fromkeys(call.name for call in seen.calls)
     runs = [_last_run([call for call in seen.calls if call.name == name]) for name in shown]
     if not runs:
-        raise ParameterError(
-            "a Seen without calls: nothing was recorded", "calls of a layer", "with watch(...) as seen: model(**inputs)"
-        )
+        given = "a Seen without calls: nothing was recorded"
+        raise ParameterError(given, "calls of a layer", "with watch(...) as seen: model(**inputs)")
     whole = [[_whole(call) for call in run] for run in runs]
     pairs = list(zip(runs, whole, strict=True))
     is_dense = all(part is not None for parts in whole for part in parts)
@@ -77,6 +77,8 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         for run in runs:
             _check(run[-1])
     batch = range(len(to_numpy(arrays_of(runs[0][-1].results[0])[0])))
+    if title is None:
+        title = page_title(seen.model, [_labels(seen, runs[0], entry)[0] for entry in batch])
     if is_dense:
         return make_exploration(title, [[_dense(seen, *pair, entry) for pair in pairs] for entry in batch], limit, top)
     texts = [[_shown(seen, *pair, entry) for pair in pairs] for entry in batch]
@@ -101,16 +103,12 @@ def _check(call: Any) -> None:
     names = [statistic.name for statistic in call.statistics]
     missing = [name for name in REQUIRED_STATISTICS if name not in names]
     if missing:
-        raise ParameterError(
-            f"{call.layer} with {', '.join(names) or 'no statistics of single calls'}; missing {', '.join(missing)}",
-            f"weights, or all of {', '.join(REQUIRED_STATISTICS)}",
-            CURE,
-        )
+        given = f"{call.layer} with {', '.join(names) or 'no statistics of single calls'}; missing {', '.join(missing)}"
+        raise ParameterError(given, f"weights, or all of {', '.join(REQUIRED_STATISTICS)}", CURE)
     pooled, received = (call.statistics[names.index(name)] for name in ("pooled", "received"))
     if getattr(pooled, "within", None) is not None or getattr(received, "how", "sum") != "sum":
-        raise ParameterError(
-            f"{pooled!r} and {received!r}", "pooled weights of all pairs, and received() as a sum", CURE
-        )
+        given = f"{pooled!r} and {received!r}"
+        raise ParameterError(given, "pooled weights of all pairs, and received() as a sum", CURE)
 
 
 def _whole(call: Any) -> Any:

@@ -80,26 +80,14 @@ def save_html(data: Exploration | Any, path: str | Path) -> Path:
     ParameterError
         data is neither an Exploration nor a Seen, the Seen lacks statistics that the page needs, or the file cannot be
         written.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np
-    >>> from sightline.view.explorer import from_weights, save_html
-    >>> page = from_weights(["the", "cat"], np.eye(2)[None])  # one head, two tokens
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_html(page, f"{folder}/page.html").name
-    'page.html'
     """
     page = html(data).encode("utf-8", "replace")  # a folder's name, as the title, may not be valid UTF-8
     try:
         path = Path(path)
         path.write_bytes(page)
     except (OSError, TypeError, ValueError) as error:
-        raise ParameterError(
-            f"a page at {str(path)!r}: {error}",
-            "a file that can be written, in a folder that exists",
-            'save_html(data, "page.html")',
-        ) from error
+        allowed = "a file that can be written, in a folder that exists"
+        raise ParameterError(f"a page at {str(path)!r}: {error}", allowed, 'save_html(data, "page.html")') from error
     return path
 
 
@@ -136,11 +124,9 @@ def widget(data: Exploration) -> Any:
         import anywidget
         import traitlets
     except ImportError as error:
-        raise MissingExtraError(
-            "the explorer in a notebook, without anywidget",
-            "anywidget, or a page in a file",
-            'pip install "sightline-attention[notebook]", or save_html(data, "page.html")',
-        ) from error
+        given = "the explorer in a notebook, without anywidget"
+        cure = 'pip install "sightline-attention[notebook]", or save_html(data, "page.html")'
+        raise MissingExtraError(given, "anywidget, or a page in a file", cure) from error
 
     class Widget(anywidget.AnyWidget):
         _esm = program() + MODULE

@@ -72,7 +72,7 @@ def compute_scales(weights: Array, *, relative: bool) -> Array:
 def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
     """Return the largest number of levels in `LEVELS` with which all weights fit into `limit` bytes of base64.
 
-    Return None if the weights do not fit with any number. The size of the weights is estimated from the compressed
+    Return None if no number makes the weights fit. The size of the weights is estimated from the compressed
     weights of evenly spaced keys.
     """
     total = sum(array.size for array in weights)
@@ -90,7 +90,7 @@ def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
     return LEVELS[first] if first < len(LEVELS) else None
 
 
-def pack(array: Array) -> str:
+def encode_array(array: Array) -> str:
     """Return the compressed bytes of an array in base64.
 
     The first bytes of all little-endian numbers come first, then all second bytes and so on, because bytes of one place
@@ -120,7 +120,7 @@ def style() -> str:
 
 
 def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of the page, and the list of its arrays as texts of `pack`.
+    """Return the manifest of the page, and the list of its arrays as texts of `encode_array`.
 
     The manifest is JSON-compatible and refers to an array by the array's index in the list. Cells are stored key by
     key, as (H, columns, rows): the weights on one key are similar, so they are compressed better.
@@ -134,7 +134,7 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             scales = compute_scales(array, relative=relative)
             array, record = to_levels(array, levels, scales), {"levels": levels, "scales": scales.tolist()}
         array = array if axes is None else array.transpose(axes)
-        arrays.append(pack(array))
+        arrays.append(encode_array(array))
         return {"at": len(arrays) - 1, "type": array.dtype.str[1:], "shape": array.shape} | record
 
     def links(found: Links | None, positions: int) -> dict[str, Any] | None:

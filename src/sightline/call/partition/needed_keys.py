@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import itemsize
-from ..caching import cached_property
-from ..call.problem import Problem
-from ..formula.expression import Expression
-from ..formula.interval_arithmetic import compute_intervals
-from ..formula.tile_ranges import find_tile_ranges, make_box
+from ...arrays.caching import cached_property
+from ...arrays.operations import itemsize
+from ...formula.expression import Expression
+from ...formula.interval_arithmetic import compute_intervals
+from ...formula.tile_ranges import Integers, find_tile_ranges, make_box
+from ..problem import Problem
 from .shards import Shards, Span
 
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
-Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 MIN_TILE, MAX_TILES = 64, 2048  # the fewest positions of a tile of the search, and the most tiles along a sequence
 KEY_BYTES, MIN_KEYS = 8 << 20, 256  # the approximate size of a block of keys and values, and its fewest keys
@@ -68,8 +67,8 @@ class Schedule:
     queries: Shards
     keys: Shards
     blocks: tuple[KeyBlock, ...]
-    seeing: Indices
-    seen: Indices
+    seeing: Integers
+    seen: Integers
 
     @property
     def size(self) -> int:
@@ -98,7 +97,7 @@ class Schedule:
         return int(self.columns[block.owner, block.index])
 
     @cached_property
-    def columns(self) -> Indices:
+    def columns(self) -> Integers:
         """(ranks, most blocks of a rank): entry (r, k) is the index in `blocks` of block k of rank r, −1 for none."""
         columns = np.full((self.size, max((block.index + 1 for block in self.blocks), default=0)), -1)
         for column, block in enumerate(self.blocks):
@@ -172,7 +171,7 @@ def _find_schedule(
     ranges = find_tile_ranges(mask, extent, *sizes)
     spans = [span for own in queries.ranks for span in own]
     rows, columns = _Pieces.of(spans, n, sizes[0]), _Pieces.of([block.span for block in blocks], m, sizes[1])
-    is_seen = ranges.count_tiles()[np.ix_(rows.tile, columns.tile)] > 0
+    is_seen = ranges.find_covered()[np.ix_(rows.tile, columns.tile)]
     if mask is not None:
         _clear_hidden(is_seen, mask, extent, rows, columns)
     by_span, by_block = rows.find_ends(is_seen)[1] > 0, columns.find_ends(is_seen.T)[1] > 0
@@ -205,11 +204,11 @@ class _Pieces:
     begin, end : (spans,), the pieces of span s have the indices begin[s] to end[s] − 1
     """
 
-    edges: Indices
-    tile: Indices
+    edges: Integers
+    tile: Integers
     is_cut: Booleans
-    begin: Indices
-    end: Indices
+    begin: Integers
+    end: Integers
 
     @classmethod
     def of(cls, spans: Sequence[Span], length: int, size: int) -> _Pieces:
@@ -220,7 +219,7 @@ class _Pieces:
         is_cut = np.diff(edges) < np.minimum(size, length - tile * size)
         return cls(edges, tile, is_cut, np.searchsorted(edges, starts), np.searchsorted(edges, stops))
 
-    def find_ends(self, is_seen: Booleans) -> Indices:
+    def find_ends(self, is_seen: Booleans) -> Integers:
         """Return (2, spans, k): the first seen position of each span, and the position after the last seen one.
 
         Both are 0 if no query sees a position of the span. `is_seen` has the shape (pieces, k).

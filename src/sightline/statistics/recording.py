@@ -13,32 +13,31 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from .arrays.operations import accumulator, dtype_name, namespace, resolve_dtype, to_numpy
-from .errors import ParameterError
-from .statistics import STATISTICS, Statistic
+from ..arrays.operations import accumulator, dtype_name, namespace, resolve_dtype, to_numpy
+from ..errors import ParameterError
+from . import STATISTICS, Statistic, arrays_of
 
-__all__ = ["Call", "HeavyKey", "Kind", "Seen", "Tokens", "Total", "select_names"]
+__all__ = ["AttentionKind", "Call", "HeavyKey", "Seen", "Tokens", "Total", "select_names"]
 
 MAX_LINES = 40  # the most lines of the table in the text of a `Seen`; longer tables lose their middle
-Kind = Literal["self", "cross"]
-Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
-Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
+AttentionKind = Literal["self", "cross"]
+BatchLabels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
+Tokens = BatchLabels | Mapping[str, BatchLabels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
 
 
 class LabelledInputs(Protocol):
-    """The labels of positions, such as tokens, that were read from a model's inputs."""
+    """The labels of positions, such as tokens, that were read from a model's inputs; None if they are unknown.
 
-    @property
-    def tokens(self) -> Tokens | None:
-        """The labels; None if they are unknown."""
+    `start` is the position of a call's first query: the number of tokens in the cache, or in the decoder's cache.
+    """
 
-    @property
-    def start(self) -> int:
-        """The position of a call's first query: the number of tokens in the cache, or in the decoder's cache."""
+    tokens: Tokens | None
+    start: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +75,7 @@ class Call:
     """
 
     layer: str
-    kind: Kind
+    kind: AttentionKind
     step: int
     query_start: int
     key_start: int
@@ -111,8 +110,15 @@ class Call:
                 f"heads={[*self.heads][:1]}",
             )
         places = [self.heads.index(head) for head in heads]
-        pairs = zip(self.statistics, self.results, strict=True)
-        return replace(self, heads=tuple(heads), results=tuple(_of_heads(*pair, places) for pair in pairs))
+        results = []
+        for statistic, result in zip(self.statistics, self.results, strict=True):
+            axis = statistic.head_axis(1)
+            if axis is None:
+                raise ParameterError(
+                    f"heads=... of {statistic!r}", "statistics with a head axis", "leave heads=... out"
+                )
+            results.append(map_arrays(itemgetter((slice(None),) * axis + (places,)), result))
+        return replace(self, heads=tuple(heads), results=tuple(results))
 
     def __repr__(self) -> str:
         statistics = ", ".join(map(repr, self.statistics))
@@ -189,7 +195,7 @@ class Total:
         return self._sum if self.statistic.how == "sum" else self._sum / self.count
 
     def __repr__(self) -> str:
-        calls = "1 call" if self.count == 1 else f"{self.count} calls"
+        calls = _plural(self.count, "call")
         return f"{self.statistic!r} {_shape(self.result)}, of {calls}" if self.count else "no calls"
 
 
@@ -210,13 +216,13 @@ class Seen:
         Sums and means over the calls. `of` leaves them out, because it selects some of the calls.
     """
 
+    model: str = "Attention"  # the name of the model, for titles
     load_explorer: ClassVar[Callable[[], Any]]  # returns `sightline.view.explorer`; set in `sightline/__init__.py`
 
     def __init__(
         self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None, totals: Sequence[Total] = ()
     ) -> None:
-        self.calls: list[Call] = list(calls)
-        self.totals = tuple(totals)
+        self.calls, self.totals = list(calls), tuple(totals)
         self.tokens = tokens
 
     @property
@@ -256,7 +262,7 @@ class Seen:
         if tokens is None or not self.calls:
             return
         results = self.calls[0].results
-        texts = len(_first_array(results)) if results else math.inf
+        texts = len(arrays_of(results[0])[0]) if results else math.inf
         for side, labels in (tokens if isinstance(tokens, Mapping) else {"": tokens}).items():
             positions, is_generation = _count_positions(self.calls, side)
             longest = max(map(len, labels), default=0)
@@ -279,7 +285,7 @@ class Seen:
         self,
         layer: str | int | Sequence[str | int] | None = None,
         *,
-        kind: Kind | None = None,
+        kind: AttentionKind | None = None,
         step: int | None = None,
         call: int | None = None,
         heads: Sequence[int] | None = None,
@@ -318,7 +324,7 @@ class Seen:
             and (call is None or recorded.call == (call if call >= 0 else counts[recorded.layer, recorded.step] + call))
         ]
         selected = Seen(calls if heads is None else [recorded.of_heads(heads) for recorded in calls])
-        selected._tokens = self._tokens  # the labels fit all calls, of which these are a part
+        selected.model, selected._tokens = self.model, self._tokens  # the labels fit all calls, and so a part of them
         return selected
 
     def labels(self, call: Call, entry: int = 0) -> tuple[list[str], list[str]]:
@@ -407,9 +413,8 @@ class Seen:
                     "received(), which has a number for each head and key",
                     "see=[sightline.received()]",
                 )
-            shares = received.astype(np.float64) / np.maximum(
-                received.sum(-1, keepdims=True), np.finfo(np.float32).tiny
-            )
+            total = np.maximum(received.sum(-1, keepdims=True), np.finfo(np.float32).tiny)
+            shares = received.astype(np.float64) / total
             for place in np.argsort(-shares, axis=None, kind="stable")[:count]:
                 entry, head, key = map(int, np.unravel_index(place, shares.shape))
                 candidates.append((float(shares[entry, head, key]), call, entry, head, key))
@@ -420,7 +425,6 @@ class Seen:
             for labels in (self.labels(call, entry)[1],)
         ]
 
-    # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------
     def explore(self, **options: Any) -> Any:
         """Show the explorer, a page with every layer, head and token, in a notebook or in a browser.
 
@@ -479,9 +483,7 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int], w
 
 def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
     """Return a statistic's result with the function applied to its array, or to each of its arrays."""
-    if isinstance(result, tuple):
-        return type(result)(*map(function, result))
-    return function(result)
+    return type(result)(*map(function, result)) if isinstance(result, tuple) else function(result)
 
 
 def _side(call: Call) -> str:
@@ -517,21 +519,6 @@ def _of_length(labels: Sequence[str] | None, length: int) -> Sequence[str] | Non
     return labels if labels is not None and len(labels) == length else None
 
 
-def _first_array(results: Any) -> Any:
-    return _first_array(results[0]) if isinstance(results, tuple) else results
-
-
-def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
-    """Return the part of a statistic's result at these indices of its head axis.
-
-    If the statistic has no head axis, ParameterError is raised.
-    """
-    axis = statistic.head_axis(1)
-    if axis is None:
-        raise ParameterError(f"heads=... of {statistic!r}", "statistics with a head axis", "leave heads=... out")
-    return map_arrays(lambda array: array[(slice(None),) * axis + (places,)], result)
-
-
 def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str]:
     """Return `count` labels from index `first` on, "" where `labels` ends. Without `labels`, return the indices."""
     if labels is None:
@@ -561,7 +548,7 @@ def _shape(array: Any) -> str:
 
 def _row(call: Call) -> tuple[str, ...]:
     results = [
-        f"{statistic!r} " + (", ".join(map(_shape, result)) if isinstance(result, tuple) else _shape(result))
+        f"{statistic!r} " + ", ".join(map(_shape, arrays_of(result)))
         for statistic, result in zip(call.statistics, call.results, strict=True)
     ]
     start = f" from {call.query_start}" if call.query_start else ""
@@ -578,10 +565,8 @@ def _join_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     joined = []
     for (_, *cells), names in groups.items():
         columns = list(zip(*names, strict=True))
-        if sum(len(set(column)) > 1 for column in columns) > 1:
-            joined += [("".join(parts), *cells) for parts in names]
-        else:
-            joined.append(("".join(map(_ranges, columns)), *cells))
+        differs_once = sum(len(set(column)) > 1 for column in columns) <= 1
+        joined += [("".join(parts), *cells) for parts in ([map(_ranges, columns)] if differs_once else names)]
     return joined
 
 

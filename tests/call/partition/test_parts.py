@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 import sightline
 from sharded_problems import run_parts
 from sightline import causal, documents, h, i, j, m, n, s, table, where
+from sightline.call.partition.parts import part_of
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.formula.parameters import structure_of
-from sightline.partition.parts import part_of
 from sightline.reference.streaming import Streaming
-from sightline.testing import assert_conforms
+from sightline.reference.testing import assert_conforms
 from strategies import masks, scores
 
 KERNELS = {"cpu": Cpu(), "streaming": Streaming()}

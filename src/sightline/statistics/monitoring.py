@@ -1,7 +1,4 @@
-"""What a monitor of training keeps of a step: three statistics of each head, and the numbers for a log.
-
-This module imports no framework.
-"""
+"""What a monitor of training keeps of a step: three statistics of each head, and the numbers for a log."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays.operations import namespace, to_numpy
-from .formula.expression import SYMBOLS
-from .statistics import entropy, mass, max_score
+from ..arrays.operations import namespace, to_numpy
+from ..formula.expression import SYMBOLS
+from . import entropy, mass, max_score
 
 __all__ = ["HeadStatistics", "MonitoredStep", "StepSums"]
 

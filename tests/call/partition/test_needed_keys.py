@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from sharded_problems import assert_covers, needed_pairs, received_keys
 from sightline import causal, documents, h, i, j, padding, prefix, table, window
+from sightline.call.partition.needed_keys import find_schedule
+from sightline.call.partition.shards import Shards, Span, check_shards, divide
 from sightline.call.problem import make_problem
 from sightline.errors import ParameterError, ShapeError
-from sightline.partition.needed_keys import find_schedule
-from sightline.partition.shards import Shards, Span, check_shards, divide
 from strategies import masks
 
 LAYOUTS = ["contiguous", "zigzag"]

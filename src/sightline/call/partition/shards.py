@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
-from ..errors import ParameterError, ShapeError
+from ...errors import ParameterError, ShapeError
 
 ShardLayout = Literal["contiguous", "zigzag"]
-ALIGNMENT = 4  # spans begin at multiples of 4, because dropout counts the keys in groups of 4
+KEY_ALIGNMENT = 4  # spans begin at multiples of 4, because dropout counts the keys in groups of 4
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Shards:
         return cls(tuple([(Span(*first, 0), Span(*last, first[1] - first[0])) for first, last in pairs]))
 
 
-def divide(length: int, ranks: int, layout: ShardLayout = "contiguous", alignment: int = ALIGNMENT) -> Shards:
+def divide(length: int, ranks: int, layout: ShardLayout = "contiguous", alignment: int = KEY_ALIGNMENT) -> Shards:
     """Return the division of `length` positions among ranks.
 
     contiguous
@@ -81,7 +81,7 @@ def divide(length: int, ranks: int, layout: ShardLayout = "contiguous", alignmen
         The sequence has 2R parts, and rank r holds the parts r and 2R − 1 − r. Under a causal mask every rank then
         computes about as many pairs as every other rank.
 
-    All parts begin at multiples of the alignment 4, so the lengths of two parts may differ by up to 7.
+    All parts begin at multiples of `alignment`. Of 4, the lengths of two parts may differ by up to 7.
 
     Raises
     ------

@@ -3,7 +3,7 @@
 import threading
 from dataclasses import dataclass
 
-from sightline.caching import cached_property
+from sightline.arrays.caching import cached_property
 
 
 @dataclass(frozen=True)

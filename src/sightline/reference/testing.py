@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .arrays.operations import dtype_name, to_numpy
-from .call.kernel import Result
-from .call.problem import Problem
-from .reference.accuracy import budget_used, compute_baseline, term_sizes
-from .reference.definition import compute_stages
+from ..arrays.operations import dtype_name, to_numpy
+from ..call.kernel import Result
+from ..call.problem import Problem
+from .accuracy import budget_used, compute_baseline, term_sizes
+from .definition import compute_stages
 
 __all__ = ["LAYOUTS", "assert_conforms", "assert_within_budget", "with_guards"]
 

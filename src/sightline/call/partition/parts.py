@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import operations as arrays
-from ..call.problem import Problem
-from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
-from ..formula.expression import SYMBOLS, Expression, Offset, as_expression, intern
-from ..statistics import KeyPart, Statistic, arrays_of, weigh
+from ...arrays import operations as arrays
+from ...errors import DeviceError, DtypeError, ParameterError, ShapeError
+from ...formula.expression import SYMBOLS, Expression, Offset, as_expression, intern
+from ...statistics import KeyPart, Statistic, arrays_of, weigh
+from ..problem import Problem
 
 CURE = "merge([(out, lse), (out, lse)]), as attention(..., see=[lse()]) returns them"
 
@@ -142,7 +142,7 @@ def _merge(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     dtype = arrays.resolve_dtype(xp, arrays.accumulator(arrays.dtype_name(outs[0])))
     detached = [lse.detach() if hasattr(lse, "detach") else lse for lse in lses]  # the shift cancels: no gradient
     parts = [Sums(lse, 1.0, 1.0, xp.astype(out, dtype), []) for out, lse in zip(outs, lses, strict=True)]
-    merged = combine(parts, (), normalize=True, shift=reduce(xp.maximum, detached))
+    merged = add_parts(parts, (), normalize=True, shift=reduce(xp.maximum, detached))
     return xp.astype(merged.output, outs[0].dtype), xp.astype(merged.shift, lses[0].dtype)
 
 
@@ -212,7 +212,7 @@ def read_part(output: Any, lse: Any, results: Sequence[Any], first_key: Any) -> 
     return Sums(lse, 1.0, 1.0, output, seen)
 
 
-def combine(parts: Sequence[Sums], see: Sequence[Statistic], *, normalize: bool = False, shift: Any = None) -> Sums:
+def add_parts(parts: Sequence[Sums], see: Sequence[Statistic], *, normalize: bool = False, shift: Any = None) -> Sums:
     """Return the sums over the keys of all parts. With `normalize`, the weights are divided by their sum.
 
     `shift` is the shift of the sums before they are normalised, by default the largest shift of the parts. A normalised

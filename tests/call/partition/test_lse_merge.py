@@ -19,14 +19,14 @@ from sightline import i, j, lse, merge
 from sightline.api.kernels import solve
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import Result
+from sightline.call.partition.parts import add_parts
 from sightline.call.problem import make_problem
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
-from sightline.partition.parts import combine
 from sightline.reference.accuracy import compute_baseline as plain_of
 from sightline.reference.accuracy import summation_orders
 from sightline.reference.definition import compute_stages
 from sightline.reference.dropout import keep_factor
-from sightline.testing import assert_conforms, assert_within_budget
+from sightline.reference.testing import assert_conforms, assert_within_budget
 from strategies import DTYPES, cases, dense_mask, to_torch
 
 SEE = [lse()]
@@ -350,15 +350,15 @@ def test_narrow_outputs_have_a_wide_lse():
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "dropped rescale": Fault(combine, "weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"),
-    "shares not divided by their sum": Fault(combine, "factor / total", "factor"),
+    "dropped rescale": Fault(add_parts, "weigh(xp.astype(factor, dtype)[..., None], part.output)", "part.output"),
+    "shares not divided by their sum": Fault(add_parts, "factor / total", "factor"),
     "a part left out": Fault(
-        combine, "list(zip(factors, parts, strict=True))", "list(zip(factors, parts, strict=True))[1:]"
+        add_parts, "list(zip(factors, parts, strict=True))", "list(zip(factors, parts, strict=True))[1:]"
     ),
-    "lse without the shift": Fault(combine, "finite + xp.log(total)", "xp.log(total)"),
-    "lse by the largest alone": Fault(combine, "finite + xp.log(total)", "finite"),
+    "lse without the shift": Fault(add_parts, "finite + xp.log(total)", "xp.log(total)"),
+    "lse by the largest alone": Fault(add_parts, "finite + xp.log(total)", "finite"),
     "blind rows not told": Fault(
-        combine, "xp.where(is_empty, -math.inf, finite + xp.log(total))", "finite + xp.log(total)"
+        add_parts, "xp.where(is_empty, -math.inf, finite + xp.log(total))", "finite + xp.log(total)"
     ),
 }
 
