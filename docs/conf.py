@@ -65,16 +65,22 @@ def theme_colours(theme: Theme) -> dict[str, str]:
 
 
 html_theme = "furo"
-html_theme_options = {"light_css_variables": theme_colours(LIGHT), "dark_css_variables": theme_colours(DARK)}
+html_theme_options = {
+    "light_css_variables": theme_colours(LIGHT),
+    "dark_css_variables": theme_colours(DARK),
+    "light_logo": "logo-light.svg",
+    "dark_logo": "logo-dark.svg",
+}
+html_favicon = "static/logo-light.svg"
 html_title = "Sightline"
 html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_copy_source = False
 html_show_sphinx = False
 smartquotes = False
 highlight_language = "none"
-maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -1,7 +1,7 @@
 """The look of the figures of the course: sizes, colours and fonts, and the drawing of matrices with their numbers.
 
 Every figure has the same width, so letters have the same size everywhere. The colours are those of
-`sightline.view.palette`, on a light background, so the figures are readable on light and dark pages.
+`sightline.view.palette`. The site shows each figure in the colours of its theme, and a notebook in light colours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from matplotlib.patches import Rectangle
 
 from sightline.view import plotting
 from sightline.view.palette import LIGHT, SERIES, SIGNED
-from sightline.view.styled_figure import STYLE
+from sightline.view.styled_figure import STYLE, dark_colours
 
 BLUE, ORANGE, GREEN, PURPLE = SERIES[:4]
-INK, GREY = LIGHT.ink, LIGHT.muted
+INK, GREY, SHADES = LIGHT.ink, LIGHT.muted, LIGHT.weights[1:]
 WIDTH, DPI = 7.5, 160  # inches, and dots per inch
 
 SETTINGS = STYLE | {
@@ -48,13 +48,19 @@ SETTINGS = STYLE | {
 class Picture:
     """A finished figure, which notebooks and pages show with its description for readers who do not see it."""
 
-    def __init__(self, png: bytes, description: str) -> None:
-        self.png, self.description = png, description
+    def __init__(self, light: bytes, dark: bytes, description: str) -> None:
+        self.light, self.dark, self.description = light, dark, description
 
     def _repr_html_(self) -> str:
-        code, alt = base64.b64encode(self.png).decode("ascii"), html.escape(self.description, quote=True)
-        look = "width:100%;max-width:750px;height:auto;border-radius:6px"
-        return f'<img src="data:image/png;base64,{code}" alt="{alt}" style="{look}">'
+        alt, look = (
+            html.escape(self.description, quote=True),
+            "width:100%;max-width:750px;height:auto;border-radius:6px",
+        )
+        images = []
+        for theme, png, shown in (("light", self.light, "block"), ("dark", self.dark, "none")):
+            source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+            images.append(f'<img class="only-{theme}" src="{source}" alt="{alt}" style="display:{shown};{look}">')
+        return "".join(images)
 
     def __repr__(self) -> str:
         return f"Picture: {self.description}"
@@ -85,16 +91,18 @@ def _empty_figure(height: float) -> Figure:
 
 def show(figure: Figure, description: str) -> Picture:
     """Draw the figure. The description says in words what the figure shows."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DPI)
-    return Picture(file.getvalue(), description)
+    light, dark = io.BytesIO(), io.BytesIO()
+    figure.savefig(light, format="png", dpi=DPI)
+    with dark_colours(figure):
+        figure.savefig(dark, format="png", dpi=DPI)
+    return Picture(light.getvalue(), dark.getvalue(), description)
 
 
 def draw_arrow(axis: Any, point: Any, label: str, colour: Any) -> None:
     """Draw an arrow from the origin to a point of the plane, with a label at its end."""
     look = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
     axis.annotate("", point, (0, 0), arrowprops=look)
-    axis.text(1.16 * point[0], 1.16 * point[1], label, color=colour, ha="center", va="center", fontsize=9.5)
+    axis.text(1.16 * point[0], 1.16 * point[1], label, color=INK, ha="center", va="center", fontsize=9.5)
 
 
 def set_plane(axis: Any, x: tuple[float, float], y: tuple[float, float]) -> None:
@@ -181,5 +189,7 @@ def _write_numbers(axis: Any, image: Any, values: Any, form: str, signed: bool) 
             else text.replace("-", "−").replace("inf", "∞").replace("nan", "NaN")
         )
         grey = not np.isfinite(value) or (value == 0 and not signed)
-        colour = "black" if grey else plotting.text_colour(image, value)
-        axis.text(column, row, text, ha="center", va="center", fontsize=7.5, color=colour)
+        if grey:
+            axis.text(column, row, text, ha="center", va="center", fontsize=7.5, color=INK)
+        else:
+            plotting.write_number(axis, image, (row, column), value, text)

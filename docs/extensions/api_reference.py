@@ -2,6 +2,7 @@
 
 Its lines are full names. Each object gets an entry with its signature, and tables of its parameters and results with
 their shapes. `:members:` names the methods to show, or `none`; by default all public ones of the class are shown.
+`:table: none` leaves out the table of several entries.
 """
 
 from __future__ import annotations
@@ -201,13 +202,13 @@ class Api(SphinxDirective):
     """Write the entries of the names in its lines."""
 
     has_content = True
-    option_spec: ClassVar = {"members": directives.unchanged}
+    option_spec: ClassVar = {"members": directives.unchanged, "table": directives.unchanged}
 
     def run(self) -> list[Any]:
         """Return the nodes of all entries, after a table of their first sentences if there are several."""
         names = [line.strip() for line in self.content if line.strip()]
         lines: list[str] = []
-        if len(names) > 1 and not CONSTANTS.keys() >= set(names):
+        if len(names) > 1 and not CONSTANTS.keys() >= set(names) and "table" not in self.options:
             rows = [[f"{{py:obj}}`~{name}`", summary(name)] for name in names]
             lines += table(["name", "purpose"], rows)
         for name in names:

@@ -3,7 +3,8 @@
     python docs/extensions/commands.py [--write] PAGE ...
 
 In a block of the language `console`, each line that starts with `$ sightline` is run, in an empty folder and with 100
-columns. The lines below it must be its output. `--write` replaces them.
+columns. The lines below it must be its output, and a line ⋮ stands for any lines. `--write` replaces the lines of a
+block that differs.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ def output(command: str) -> str:
 
 
 def rerun(block: re.Match[str]) -> str:
-    """Return a block with the outputs of its commands."""
+    """Return a block with the outputs of its commands, or as it is if it shows these outputs."""
     commands = [line.removeprefix("$ ") for line in block.group().split("\n") if line.startswith("$ sightline")]
-    return "\n\n".join(f"$ {command}\n{output(command)}" for command in commands) + "\n"
+    real = "\n\n".join(f"$ {command}\n{output(command)}" for command in commands) + "\n"
+    shown = re.escape(block.group()).replace(re.escape("⋮\n"), "(?:.*\n)*")
+    return block.group() if re.fullmatch(shown, real) else real
 
 
 def main(pages: list[Path], write: bool) -> int:
