@@ -251,16 +251,16 @@ def test_the_explorer_is_imported_on_demand(seen, monkeypatch, tmp_path):
 
 def test_the_recording_prints_as_a_table(seen):
     lines = repr(seen).splitlines()
-    assert lines[0] == "Seen: 4 calls of 2 layers"
+    assert (lines[0], repr(Seen())) == ("Seen: 4 calls of 2 layers", "Seen: 0 calls of 0 layers")
     assert lines[1].split() == ["layer", "kind", "step", "queries", "keys", "heads", "results"]
     assert lines[2].split() == ["decoder.0–1", "self", "0", "2", "from", "2", "4", "2", "lse()", "1×2×6"]
-    assert repr(Seen()) == "Seen: 0 calls of 0 layers"
     paths = [f"block.{k}.attn.{k % 2}" for k in (0, 2, 1)] + [f"layer.{k}" for k in (7, 0, 1, 2)]
     many = [Call(path, "self", 0, 0, 0, 1, 1, (0,), (), ()) for path in paths]
     shown = [line.split("  ")[0] for line in repr(Seen(many)).splitlines()[2:]]
     assert shown == ["block.0.attn.0", "block.2.attn.0", "block.1.attn.1", "layer.0–2, 7"]
-    steps = [Call("layer.0", "self", k, k, 0, 1, k + 1, (0,), (), ()) for k in range(100)]
-    lines = repr(Seen(steps)).splitlines()
+    wide = repr(Seen([Call("a." * 60, "self", 0, 0, 0, 1, 1, (0,), (sightline.lse(),) * 30, (np.ones(1),) * 30)]))
+    assert (wide.count("lse()"), max(map(len, wide.splitlines())) <= 98) == (30, True)
+    lines = repr(Seen([Call("layer.0", "self", k, k, 0, 1, k + 1, (0,), (), ()) for k in range(100)])).splitlines()
     assert (len(lines), lines[0], lines[21]) == (42, "Seen: 100 calls of 1 layer", "… 61 more lines")
     assert (lines[20].split()[2], lines[22].split()[2]) == ("18", "80")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from . import STATISTICS, Statistic, arrays_of
 
 __all__ = ["AttentionKind", "Call", "HeavyKey", "Seen", "Tokens", "Total", "select_names"]
 
-MAX_LINES = 40  # the most lines of the table in the text of a `Seen`; longer tables lose their middle
+MAX_LINES, MAX_COLUMNS, MAX_PATH = 40, 98, 40  # of a `Seen` as text: longer tables lose their middle, paths their start
 AttentionKind = Literal["self", "cross"]
 BatchLabels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
 Tokens = BatchLabels | Mapping[str, BatchLabels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
@@ -114,9 +115,7 @@ class Call:
         for statistic, result in zip(self.statistics, self.results, strict=True):
             axis = statistic.head_axis(1)
             if axis is None:
-                raise ParameterError(
-                    f"heads=... of {statistic!r}", "statistics with a head axis", "leave heads=... out"
-                )
+                raise ParameterError(f"heads=... of {statistic!r}", "statistics with a head axis", "leave heads= out")
             results.append(map_arrays(itemgetter((slice(None),) * axis + (places,)), result))
         return replace(self, heads=tuple(heads), results=tuple(results))
 
@@ -189,9 +188,7 @@ class Total:
     def result(self) -> Any:
         """The sum, or the mean, over the calls so far. ParameterError is raised before the first call."""
         if self._sum is None:
-            raise ParameterError(
-                f"{self.statistic!r} before the first call", "a model that ran", "call the model first"
-            )
+            raise ParameterError(f"{self.statistic!r} before the first call", "a model that ran", "call the model")
         return self._sum if self.statistic.how == "sum" else self._sum / self.count
 
     def __repr__(self) -> str:
@@ -379,11 +376,14 @@ class Seen:
     def __repr__(self) -> str:
         header = ("layer", "kind", "step", "queries", "keys", "heads", "results")
         rows = [header, *_join_rows(map(_row, self.calls))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
+        lines: list[str] = []
+        for *cells, results in rows:
+            start = "".join(cell.ljust(width + 2) for cell, width in zip(cells, widths, strict=True))
+            lines += textwrap.wrap(start + results, MAX_COLUMNS, subsequent_indent=" " * len(start))
         if len(lines) > MAX_LINES:
             lines[MAX_LINES // 2 : -MAX_LINES // 2] = [f"… {len(lines) - MAX_LINES} more lines"]
-        totals = [repr(total) for total in self.totals]
+        totals = [line for total in self.totals for line in textwrap.wrap(repr(total), MAX_COLUMNS)]
         counts = f"{_plural(len(self), 'call')} of {_plural(len(self.layers), 'layer')}"
         return "\n".join([f"Seen: {counts}", *(lines if self.calls else []), *totals])
 
@@ -551,9 +551,8 @@ def _row(call: Call) -> tuple[str, ...]:
         f"{statistic!r} " + ", ".join(map(_shape, arrays_of(result)))
         for statistic, result in zip(call.statistics, call.results, strict=True)
     ]
-    start = f" from {call.query_start}" if call.query_start else ""
-    heads = str(len(call.heads))
-    return call.name, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)
+    queries = f"{call.n} from {call.query_start}" if call.query_start else str(call.n)
+    return call.name, call.kind, str(call.step), queries, str(call.m), str(len(call.heads)), "; ".join(results)
 
 
 def _join_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -566,7 +565,8 @@ def _join_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     for (_, *cells), names in groups.items():
         columns = list(zip(*names, strict=True))
         differs_once = sum(len(set(column)) > 1 for column in columns) <= 1
-        joined += [("".join(parts), *cells) for parts in ([map(_ranges, columns)] if differs_once else names)]
+        paths = map("".join, [map(_ranges, columns)] if differs_once else names)
+        joined += [(path if len(path) <= MAX_PATH else "…" + path[1 - MAX_PATH :], *cells) for path in paths]
     return joined
 
 
