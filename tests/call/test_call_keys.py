@@ -176,7 +176,7 @@ def test_kernels_of_other_devices_are_not_cached(rng):
     from sightline.cpu.runtime.machine import named_machine
     from sightline.cpu.runtime.processor import Processor
 
-    assert Cpu(Processor(named_machine("sse2"))).run(make_problem(*arrays(rng))).repeatable is None
+    assert Cpu(Processor(named_machine("sse2"))).run(make_problem(*arrays(rng))).keep is None
 
 
 def test_fresh_kernels_do_not_use_cached_calls(rng, fresh_kernels):

@@ -19,12 +19,11 @@ from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
 from sightline.call import problem
 from sightline.call import request as call_request
-from sightline.cpu.launch import bound_call, call_family
+from sightline.cpu.launch import bound_call, call_family, forward_entry
 from sightline.cpu.launch.arguments import convert_sinks
 from sightline.cpu.launch.backward import BoundBackward
 from sightline.cpu.launch.bound_call import BoundCall, PreparedCall
 from sightline.cpu.launch.call_family import CallFamily
-from sightline.cpu.launch.forward_entry import ForwardCalls
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.errors import ChangedArrayError, ParameterError, TableError
 
@@ -237,7 +236,7 @@ def keep_option(patch, name, kind=BoundCall, copy=lambda value: value):
 def run_dropout_directly(patch):
     """Make calls with dropout direct. Their records have the seed 0."""
     condition = "problem.dropout == 0 and request.sinks is None"
-    plant(Fault(ForwardCalls.store, condition, "request.sinks is None"), patch)
+    plant(Fault(forward_entry.keep_forward, condition, "request.sinks is None"), patch)
 
 
 def ignore_layouts(patch):

@@ -26,11 +26,11 @@ class OnDevice:
     def run(self, problem):
         skip_unsupported(problem.dtype)
         result = self.kernel.run(self.move_problem(problem))
-        return moved(replace(result, repeatable=None), problem.query.device)
+        return moved(replace(result, keep=None), problem.query.device)
 
     def backward(self, problem, *given):
         found = self.kernel.backward(self.move_problem(problem), *(moved(each, self.device) for each in given))
-        return None if found is None else moved(replace(found, repeatable=None), problem.query.device)
+        return None if found is None else moved(replace(found, make_entry=None), problem.query.device)
 
     def move_problem(self, problem):
         """Return the problem with its arrays and the tables of its formulas, also of statistics, on the device."""

@@ -11,7 +11,7 @@ import sightline
 from fault_planting import Fault, assert_found
 from sightline import i, j, s, table
 from sightline.call import backward_calls, call_cache
-from sightline.cpu.launch import backward_entry
+from sightline.cpu.launch import backward
 from sightline.statistics import reduction, weight_formulas
 from sightline.torch import autograd
 from sightline.torch.operator import make_seed
@@ -206,12 +206,12 @@ FAULTS = {  # the fault, and the problem and the statistics that show it
     ),
     "a product of another degree": (Fault(weight_formulas.degree_in, "d + e", "d"), "causal", ("squares",)),
     "a row sum that is not subtracted": (
-        Fault(backward_entry.BackwardEntry.run, "-sums", "0 * sums"),
+        Fault(backward.BackwardEntry.run, "-sums", "0 * sums"),
         "causal",
         ("received",),
     ),
     "a row sum that is not subtracted from the gradient of lse": (
-        Fault(backward_entry.BackwardEntry.run, "d_lse - sums", "d_lse"),
+        Fault(backward.BackwardEntry.run, "d_lse - sums", "d_lse"),
         "causal",
         ("received", "lse", "pooled"),
     ),

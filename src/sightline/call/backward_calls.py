@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -103,32 +103,6 @@ def _add_statistics(
     return None if added.includes_zero_weights else added
 
 
-class RepeatedBackward(Protocol):
-    """A backward pass that lacks only its inputs, an entry for `CallLookup.find_or_run`."""
-
-    def run(self, passes: BackwardPasses, inputs: BackwardInputs, addresses: Sequence[int], results: Any) -> Any:
-        """Return the gradients that `BackwardPasses` lists; None if the pass needs the full dispatch.
-
-        `addresses` are those of `inputs.arrays`. `results` are those of the call that generated code has run, or None.
-        """
-
-
-class RepeatableBackward(Protocol):
-    """What a kernel knows of a backward pass that it has computed and can repeat."""
-
-    def make_entry(
-        self,
-        passes: BackwardPasses,
-        inputs: BackwardInputs,
-        addresses: Sequence[int],
-        formulas: Sequence[Expression | None],
-    ) -> RepeatedBackward | None:
-        """Return an entry; None if the pass did not read the caller's arrays, or cannot be repeated.
-
-        `inputs` and `addresses` are those of `RepeatedBackward.run` in this pass, and `formulas` are mask and score.
-        """
-
-
 @dataclass
 class BackwardPasses:
     """The backward passes of calls that differ only in arrays and numbers. A known pass runs its entry again.
@@ -141,6 +115,8 @@ class BackwardPasses:
     wants_sinks : True if the gradient of the sinks is requested
 
     entries : the entries by layouts and structure; a copy of the object has none
+        `entry.run(passes, inputs, addresses, results)` returns the gradients; None if the pass needs the full dispatch.
+        `addresses` are those of `inputs.arrays`, and `results` those of the call that generated code has run, or None.
     """
 
     problem: Problem
@@ -199,9 +175,9 @@ class BackwardPasses:
         inputs : what an entry reads when the pass is repeated; None if the pass cannot be repeated
         formulas : mask and score
         """
-        if found.repeatable is None or inputs is None:
+        if found.make_entry is None or inputs is None:
             return
         read = LOOKUP.read_arrays(*inputs.arrays)
-        entry = None if read is None else found.repeatable.make_entry(self, inputs, read[1:], formulas)
+        entry = None if read is None else found.make_entry(self, inputs, read[1:], formulas)
         if read is not None and entry is not None:
             store_entry(self.entries, (read[0], inputs.structure), entry, MAX_BACKWARD_ENTRIES)

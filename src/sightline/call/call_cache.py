@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.operations import Framework
 from ..formula.expression import Expression
@@ -170,8 +170,8 @@ class FirstCall(NamedTuple):
     hook: Hook = build_answer
 
     def store(self) -> None:
-        if self.result.repeatable is not None:
-            self.result.repeatable.store(self)
+        if self.result.keep is not None:
+            self.result.keep(self)
 
     def describe(self) -> tuple[EntryArguments, tuple[str, ...]]:
         """Return the arguments of `Entry`, and the dtypes of the forward kernel's outputs for the statistics."""
@@ -189,14 +189,3 @@ class FirstCall(NamedTuple):
             statistics.append(CachedStatistic(statistic.map_formulas(lambda _: None), outputs))
         squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
         return (problem.framework, tuple(statistics), squeezed_axis, self.hook), tuple(dtypes)
-
-
-class RepeatableForward(Protocol):
-    """What a kernel knows of a forward pass that it has computed and can repeat."""
-
-    def store(self, call: FirstCall) -> None:
-        """Store an entry for the call in the cache, if later calls can be repeated by the kernels of this call.
-
-        The kernels must have read the caller's own arrays: query, key and value must have the same addresses, and all
-        tables must be those of the request.
-        """

@@ -8,7 +8,7 @@ or the size of lse, do not follow from the problem. For these, `backward` and `t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +18,7 @@ from ..statistics import Statistic, StatisticGradients
 from .problem import Problem
 
 if TYPE_CHECKING:
-    from .backward_calls import RepeatableBackward
-    from .call_cache import RepeatableForward
+    from .call_cache import FirstCall
 
 MAX_FORMULA_NODES = 400  # most nodes of mask and score together: LLVM compiles a node in about 10 ms
 
@@ -42,13 +41,14 @@ class Result:
     output : (*batch_shape, H, n, d_v), the dtype of the query
     lse : (*batch_shape, H, n) float64, because weights that are computed from the lse inherit its error
     seen : the result of each statistic of `problem.see`
-    repeatable : makes an entry of the call cache; None if the call cannot be repeated
+    keep : function that stores an entry for the call in the call cache; None if the call cannot be repeated
+        It stores none if the kernels did not read the caller's own query, key and value, or read other tables.
     """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
-    repeatable: RepeatableForward | None = None
+    keep: Callable[[FirstCall], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Gradients:
 
     `sinks`, or an element of `tables`, is None if that input has no gradient.
 
-    repeatable : makes an entry of a repeated backward pass; None if the pass cannot be repeated
+    make_entry : function (`BackwardPasses`, `BackwardInputs`, addresses of `BackwardInputs.arrays`, (mask, score)) that
+        returns an entry of `BackwardPasses`; None if the pass cannot be repeated
+        Its result is None if the pass did not read the caller's arrays.
     """
 
     query: Any
@@ -65,7 +67,7 @@ class Gradients:
     value: Any
     tables: tuple[Any, ...]
     sinks: Any
-    repeatable: RepeatableBackward | None = None
+    make_entry: Callable[..., Any] | None = None
 
     def flatten(self, tables: Sequence[int], has_sinks: bool) -> list[Any]:
         """Return the gradients of query, key, value, the tables with these indices, and the sinks if there are any."""

@@ -85,7 +85,7 @@ def _differentiate(call: GraphCall, inputs: Sequence[Tensor], given: GivenGradie
     with operator.autocast_disabled(problem.query):
         given_tensors = given._replace(saved=_to_tensors(*given.saved))
         found = differentiate(problem, plan, given_tensors)
-    if found.repeatable is not None and not isinstance(call.source, Problem):
+    if found.make_entry is not None and not isinstance(call.source, Problem):
         passes.keep(found, call.read_inputs(inputs, given), call.formulas)
     return found.flatten(passes.slots, passes.wants_sinks)
 

@@ -1,4 +1,4 @@
-"""The call of the backward kernel: the split of the work into items, and the sums of the items' gradients.
+"""The call of the backward kernel and its repetition: the split of the work, and the sums of the items' gradients.
 
 Each split of the keys has its own sum of the queries' gradients. With few heads and many queries these sums are larger
 than all other arrays. The backward pass of such a problem runs in parts, which divide the queries too, so that the
@@ -10,12 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import address_of, convert, detach, empty, itemsize, namespace, to_numpy
+from ...arrays.layouts import FRAMEWORKS
+from ...arrays.operations import (
+    accumulator,
+    address_of,
+    convert,
+    detach,
+    dtype_name,
+    empty,
+    has_heads_in_rows,
+    itemsize,
+    namespace,
+    to_numpy,
+)
+from ...call.backward_calls import BACKWARD_OPERANDS, BackwardInputs, BackwardPasses
 from ...call.gradient_parts import (
     differentiate_sinks,
     find_learned_lookups,
@@ -26,8 +40,9 @@ from ...call.gradient_parts import (
 )
 from ...call.kernel import GivenGradients, Gradients
 from ...call.partition.parts import part_of
-from ...call.problem import OPERANDS, Problem
-from ...formula.expression import SYMBOLS
+from ...call.problem import NUM_OPERANDS, OPERANDS, Problem
+from ...formula.expression import SYMBOLS, Expression
+from ...formula.parameters import structure_of
 from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...statistics import StatisticGradients, library
 from ...statistics.reduction import j, p, times_factor
@@ -45,10 +60,10 @@ from .arguments import (
     with_contiguous_rows,
     zeros,
 )
-from .backward_entry import BACKWARD_SUMS, BackwardCalls
-from .bound_call import BoundCall
+from .bound_call import BoundCall, PreparedCall
 from .forward import forward, make_output
 
+BACKWARD_SUMS = ("d_query", "d_key", "d_value")  # the sums that become the gradients of the operands
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
 MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
 MAX_KEYS = 1 << 16  # the most keys of a part
@@ -154,7 +169,9 @@ def backward(problem: Problem, given: GivenGradients, processor: Processor) -> G
         d_value,
         tables=tuple([table_totals.get(slot) for slot in tables_by_slot]),
         sinks=None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, *saved),
-        repeatable=BackwardCalls(call, tuple(formulas.values()), bound_sum, bound_output) if is_repeatable else None,
+        make_entry=partial(call.make_entry, tuple(formulas.values()), bound_sum, bound_output)
+        if is_repeatable
+        else None,
     )
 
 
@@ -226,6 +243,105 @@ class BoundBackward(BoundCall):
             for array, width in zip(others, self.widths, strict=True)
         ]
         return [_sum_in_order(d_query) if self.has_splits else d_query, *narrow]
+
+    def make_entry(
+        self,
+        added: Sequence[Expression],
+        bound_sum: BoundCall | None,
+        bound_output: BoundCall | None,
+        passes: BackwardPasses,
+        inputs: BackwardInputs,
+        addresses: Sequence[int],
+        formulas: Sequence[Expression | None],
+    ) -> BackwardEntry | None:
+        """Return an entry; see `Gradients.make_entry`. This call keeps no formula, because a formula keeps its tables.
+
+        added : the formulas that the kernel reads besides mask and score: those of `StatisticGradients.formulas`
+        bound_sum : repeats the sum over keys of the weights times the first of these; None if there is no such sum
+        bound_output : repeats the forward pass on widened operands; None if the gradients follow from the output as it
+            was rounded
+        """
+        if addresses[: len(self.first_operands)] != self.first_operands:
+            return None
+        operands, output, structure = inputs.operands, inputs.output, structure_of(*formulas, *added)
+        make_empty, dtype = FRAMEWORKS[type(output)].make_empty, accumulator(dtype_name(output))
+        num_keys, rows, in_rows = operands[1].shape[-2], output.shape[:-1], has_heads_in_rows(operands[0])
+        weights_sum = exact = None
+        if bound_sum is not None:
+            makers = make_empty((*rows, 1), output.dtype, in_rows), make_empty(rows, dtype)
+            first = structure.first(len(formulas) + 1)
+            weights_sum = bound_sum.prepare(inputs.tables, first, OPERANDS, ("output",), makers, num_keys)
+            if weights_sum is None:
+                return None
+        if bound_output is not None:
+            makers = make_empty(output.shape, dtype, in_rows), make_empty(rows, "float64")
+            first = structure.first(len(formulas))
+            exact = bound_output.prepare(inputs.tables, first, OPERANDS, ("output", "lse"), makers, num_keys)
+            if exact is None:
+                return None
+        sum_makers = [make_empty(shape, dtype) for shape in self.sum_shapes]
+        sum_makers += [partial(np.zeros, shape, kind) for shape, kind in self.table_sums]
+        # Python computes d_lse and the seed
+        can_be_direct = not inputs.structure and not passes.problem.dropout and exact is None
+        prepared = self.prepare(
+            inputs.tables, structure, BACKWARD_OPERANDS, BACKWARD_SUMS, sum_makers, num_keys, can_be_direct
+        )
+        return None if prepared is None else BackwardEntry(self, prepared, weights_sum, exact)
+
+
+@dataclass(frozen=True)
+class BackwardEntry:
+    """A bound call of the backward pass, an entry for `CallLookup.find_or_run`.
+
+    call, prepared : the call of the backward kernel; its results are the sums of gradients, those of tables included
+    weights_sum : a forward pass that computes Σⱼ P_ij w_ij, which is subtracted from d_lse, where w is the formula that
+        the statistics add to dP; None if nothing is subtracted
+    output : a forward pass on widened operands, whose output is not rounded; None if the rounded output suffices
+    """
+
+    call: BoundBackward
+    prepared: PreparedCall
+    weights_sum: PreparedCall | None
+    output: PreparedCall | None
+
+    def run(
+        self, passes: BackwardPasses, inputs: BackwardInputs, addresses: Sequence[int], results: Any
+    ) -> list[Any] | None:
+        """Return the gradients; see `BackwardPasses.entries`."""
+        d_lse, given = inputs.d_lse, (inputs.tables, inputs.numbers)
+        if self.weights_sum is not None:
+            used = *addresses[:NUM_OPERANDS], *addresses[len(BACKWARD_OPERANDS) :]
+            status, found = self.weights_sum.run(used, *given, inputs.arrays, sinks=inputs.sinks)
+            if status != 0:
+                return None
+            sums = to_numpy(found[1]).astype(np.float64)
+            d_lse = -sums if d_lse is None else d_lse - sums
+        if self.output is not None:
+            wide = widen(*inputs.operands)
+            used = *map(FRAMEWORKS[type(inputs.output)].address, wide), *addresses[len(BACKWARD_OPERANDS) :]
+            status, exact = self.output.run(used, *given, (wide, inputs), sinks=inputs.sinks, seed=inputs.seed)
+            if status is None:
+                return None
+            corrected = subtract_rounding(d_lse, inputs.d_output, (inputs.output, inputs.lse), exact)
+            d_lse = np.ascontiguousarray(to_numpy(corrected), np.float64)
+        if results is None:
+            status, results = self.prepared.run(addresses, *given, inputs.arrays, d_lse=d_lse, seed=inputs.seed)
+            if status is None:
+                return None
+        dtype = inputs.operands[0].dtype
+        gradients: list[Any] = self.call.combine(results[: len(BACKWARD_SUMS)])
+        if gradients[0].dtype != dtype:
+            xp = namespace(gradients[0])
+            gradients = [xp.astype(gradient, dtype) for gradient in gradients]
+        if passes.slots:
+            tables = {slot: inputs.tables[place] for slot, place in zip(passes.slots, passes.places, strict=True)}
+            totals = self.call.sum_tables(results[len(BACKWARD_SUMS) :], tables)
+            gradients += [totals.get(slot) for slot in passes.slots]
+        if passes.wants_sinks:
+            output, lse = inputs.output, convert(inputs.lse, inputs.output)
+            d_lse = None if d_lse is None else convert(d_lse, output)
+            gradients.append(differentiate_sinks(inputs.sinks, inputs.d_output, d_lse, output, lse))
+        return gradients
 
 
 def _sum_over_keys(problem: Problem, gradients: StatisticGradients, processor: Processor) -> tuple[Any, BoundCall]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from .arguments import CpuFusedStatistics, KernelArguments, output_strides, prep
 from .bound_call import BoundCall, run_forward
 from .call_family import CallFamily
 from .decode import can_decode, decode
-from .forward_entry import ForwardCalls
+from .forward_entry import keep_forward
 
 MIN_ITEMS_PER_PROCESSOR = 2  # so that threads end at about the same time
 
@@ -41,7 +42,9 @@ def run(problem: Problem, processor: Processor) -> Result:
     lse = convert(lse, problem.query)
     seen, passes = compute_statistics(problem, lse, fused_statistics, processor) if problem.see else ((), ())
     is_repeatable = bound_call is not None and all(x.is_cacheable for x in (bound_call, *[one.call for one in passes]))
-    return Result(output, lse, seen, ForwardCalls(bound_call, passes) if bound_call and is_repeatable else None)
+    return Result(
+        output, lse, seen, partial(keep_forward, bound_call, passes) if bound_call and is_repeatable else None
+    )
 
 
 def make_output(problem: Problem) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...arrays.caching import cached_property
 from ...arrays.layouts import unpack
@@ -30,23 +30,13 @@ from .weights_pass import StatisticsPass
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 
 
-class PreparedPass(NamedTuple):
-    """The weights pass of one or several statistics of a cached call.
-
-    prepared : the call of the weights pass, whose operands are query, key and lse
-    bound : the object that makes the statistics' arrays from the arrays of the pass
-    """
-
-    prepared: PreparedCall
-    bound: StatisticsPass
-
-
 @dataclass
 class ForwardEntry(Entry):
     """A cached call of kernels of the CPU. It has these parameters besides those of `Entry`.
 
     prepared : the call of the forward kernel; its results are output, lse if it is needed, and arrays of statistics
-    passes : the weights passes of the statistics that the forward kernel does not compute
+    passes : the weights passes of the statistics that the forward kernel does not compute, each with the object that
+        makes the statistics' arrays from those of the pass; the operands of a pass are query, key and lse
     make_makers : function (shape of the output, heads_in_rows) that returns the makers of the forward kernel's results;
         see `_make_makers`
     needs_lse : True if a statistic, a weights pass or the hook reads lse
@@ -54,7 +44,7 @@ class ForwardEntry(Entry):
     """
 
     prepared: PreparedCall
-    passes: tuple[PreparedPass, ...]
+    passes: tuple[tuple[PreparedCall, StatisticsPass], ...]
     make_makers: Callable[[tuple[int, ...], bool], list[Callable[[], Any]]]
     needs_lse: bool
     has_dropout: bool
@@ -100,60 +90,54 @@ class ForwardEntry(Entry):
         store_call(call_cache.calls, request.key_of_any_length if is_dynamic else request.key, self)
 
 
-class ForwardCalls(NamedTuple):
-    """The bound calls of a forward pass.
+def keep_forward(forward: BoundCall, statistics_passes: Sequence[StatisticsPass], given: FirstCall) -> None:
+    """Store an entry; see `Result.keep`.
 
-    call : that of the forward or decoding kernel
-    passes : the weights passes of statistics of `Problem.see`; the forward kernel computes the other statistics
+    forward : the bound call of the forward or decoding kernel
+    statistics_passes : the weights passes of statistics of `Problem.see`; the forward kernel computes the others
     """
-
-    call: BoundCall
-    passes: tuple[StatisticsPass, ...]
-
-    def store(self, given: FirstCall) -> None:
-        """Store an entry; see `RepeatableForward.store`."""
-        request, formulas, problem = given.request, given.formulas, given.problem
-        library = problem.framework
-        num_in_passes = sum(map(is_in_weights_pass, problem.see))
-        if self.call.first_operands != request.addresses[:NUM_OPERANDS] or num_in_passes != sum(
-            len(bound.indices) for bound in self.passes
-        ):
+    request, formulas, problem = given.request, given.formulas, given.problem
+    library = problem.framework
+    num_in_passes = sum(map(is_in_weights_pass, problem.see))
+    if forward.first_operands != request.addresses[:NUM_OPERANDS] or num_in_passes != sum(
+        len(bound.indices) for bound in statistics_passes
+    ):
+        return
+    structure = structure_of(*formulas)
+    passes = []
+    for bound in statistics_passes:
+        makers = bound.make_makers(library)
+        structure_of_pass = structure if bound.reads_formulas else structure.first(2)  # mask and score
+        call = bound.call.prepare(request.tables, structure_of_pass, ("query", "key", "lse"), (), makers, problem.m)
+        if call is None:
             return
-        structure = structure_of(*formulas)
-        passes = []
-        for bound in self.passes:
-            makers = bound.make_makers(library)
-            structure_of_pass = structure if bound.reads_formulas else structure.first(2)  # mask and score
-            call = bound.call.prepare(request.tables, structure_of_pass, ("query", "key", "lse"), (), makers, problem.m)
-            if call is None:
-                return
-            passes.append(PreparedPass(call, bound))
-        output = problem.squeeze_heads(given.result.output, 2)
-        shared, statistic_dtypes = given.describe()
-        statistics = problem.see
-        # the result of a direct call with one result reaches no hook, so a call with a hook also returns lse
-        needs_lse = given.hook is not build_answer or bool(passes) or any(not one.num_arrays for one in statistics)
-        # without statistics the caller does not get the lse, so a NumPy array suffices
-        per_query = [(library if statistics else NUMPY, "float64")] * needs_lse
-        per_query += [(library, dtype) for dtype in statistic_dtypes]
-        make_makers = partial(_make_makers, library, output.dtype, per_query)
-        num_sums = sum(statistic.fused_role == "sum" for statistic in statistics)
-        prepared = self.call.prepare(
-            request.tables,
-            structure.first(2 + num_sums),  # mask, score and factors
-            OPERANDS,
-            ("output", "lse") if needs_lse else ("output",),
-            make_makers(tuple(output.shape), has_heads_in_rows(given.operands[0])),
-            problem.m,
-            can_be_direct=problem.dropout == 0 and request.sinks is None,
-        )
-        if prepared is None:
-            return
-        entry = ForwardEntry(*shared, prepared, tuple(passes), make_makers, needs_lse, problem.dropout > 0)
-        entry.store(request)
-        shared_key = None if self.call.family is None or passes else family_key(request.key)
-        if shared_key is not None:
-            store_call(call_cache.families, shared_key, entry)
+        passes.append((call, bound))
+    output = problem.squeeze_heads(given.result.output, 2)
+    shared, statistic_dtypes = given.describe()
+    statistics = problem.see
+    # the result of a direct call with one result reaches no hook, so a call with a hook also returns lse
+    needs_lse = given.hook is not build_answer or bool(passes) or any(not one.num_arrays for one in statistics)
+    # without statistics the caller does not get the lse, so a NumPy array suffices
+    per_query = [(library if statistics else NUMPY, "float64")] * needs_lse
+    per_query += [(library, dtype) for dtype in statistic_dtypes]
+    make_makers = partial(_make_makers, library, output.dtype, per_query)
+    num_sums = sum(statistic.fused_role == "sum" for statistic in statistics)
+    prepared = forward.prepare(
+        request.tables,
+        structure.first(2 + num_sums),  # mask, score and factors
+        OPERANDS,
+        ("output", "lse") if needs_lse else ("output",),
+        make_makers(tuple(output.shape), has_heads_in_rows(given.operands[0])),
+        problem.m,
+        can_be_direct=problem.dropout == 0 and request.sinks is None,
+    )
+    if prepared is None:
+        return
+    entry = ForwardEntry(*shared, prepared, tuple(passes), make_makers, needs_lse, problem.dropout > 0)
+    entry.store(request)
+    shared_key = None if forward.family is None or passes else family_key(request.key)
+    if shared_key is not None:
+        store_call(call_cache.families, shared_key, entry)
 
 
 def _make_makers(

@@ -83,10 +83,10 @@ def backward(problem: Problem, given: GivenGradients, architecture: str | None) 
     arrays |= {"output": to_operand(output), "d_output": to_operand(detach(given.d_output).to(query.dtype))}
     arrays |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
     done = run_launches(backward_launches(problem, arrays, lookups, given.statistics, architecture), query)
-    repeatable = None
+    make_entry = None
     if not lookups and problem.sinks is None and d_lse is None and not given.statistics.formulas:
         inputs = {"output": output, "d_output": arrays["d_output"].start, "lse": arrays["lse"]}
-        repeatable = Launched(problem, done, problem.tables, [d_query, d_key, d_value], inputs)
+        make_entry = Launched(problem, done, problem.tables, [d_query, d_key, d_value], inputs).make_entry
     terms = [
         (lookup.slot, array if lookup.kind == "pair" else _sum_slots(array))
         for lookup, array in zip(lookups, sums, strict=True)
@@ -96,7 +96,7 @@ def backward(problem: Problem, given: GivenGradients, architecture: str | None) 
     if problem.sinks is not None:
         d_sinks = sum_sink_gradients(detach(problem.sinks), lse, rows[..., 2].to(torch.float64))
     d_tables = tuple(map(totals.get, arrays_by_slot))
-    return Gradients(d_query, d_key, d_value, d_tables, d_sinks, repeatable)
+    return Gradients(d_query, d_key, d_value, d_tables, d_sinks, make_entry)
 
 
 def backward_launches(

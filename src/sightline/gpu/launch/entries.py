@@ -67,7 +67,7 @@ class BackwardLaunches(NamedTuple):
     def run(
         self, passes: BackwardPasses, inputs: BackwardInputs, addresses: Sequence[int], results: Any
     ) -> list[Any] | None:
-        """Return the gradients; see `RepeatedBackward.run`."""
+        """Return the gradients; see `BackwardPasses.entries`."""
         arrays = inputs.arrays[: len(BACKWARD_OPERANDS)]
         read = self.launches.read_inputs(arrays, addresses, inputs.tables, None)
         return None if read is None else self.launches.run(read, inputs.seed)
@@ -76,8 +76,8 @@ class BackwardLaunches(NamedTuple):
 class Launched(RecordedCall):
     """The launches of a call or of its backward pass, from which an entry can be made."""
 
-    def store(self, call: FirstCall) -> None:
-        """Store an entry; see `RepeatableForward.store`."""
+    def keep(self, call: FirstCall) -> None:
+        """Store an entry; see `Result.keep`."""
         request, problem = call.request, call.problem
         read = problem.query, problem.key, problem.value
         if any(x.data_ptr() != y.data_ptr() for x, y in zip(read, call.operands, strict=True)):
@@ -98,7 +98,7 @@ class Launched(RecordedCall):
         addresses: Sequence[int],
         formulas: Sequence[Expression | None],
     ) -> BackwardLaunches | None:
-        """Return an entry; see `RepeatableBackward.make_entry`."""
+        """Return an entry; see `Gradients.make_entry`."""
         own = self.inputs
         expected = [own[name].data_ptr() for name in BACKWARD_OPERANDS]
         if inputs.d_output.dtype is not inputs.output.dtype or [*addresses[: len(expected)]] != expected:

@@ -46,7 +46,7 @@ def run(problem: Problem, architecture: str | None) -> Result:
         launches = attention_launches(problem, output, lse, architecture, fused_statistics)
         recorded = record_forward(problem, fused_statistics, launches, output, lse)
     seen = compute_statistics(problem, lse, fused_statistics, architecture) if problem.see else ()
-    return Result(output, lse, seen, recorded)
+    return Result(output, lse, seen, None if recorded is None else recorded.keep)
 
 
 def record_forward(
