@@ -26,7 +26,6 @@ from ..runtime.thread_count import thread_count
 if TYPE_CHECKING:
     from ..launch.bound_call import BoundCall
 
-MAX_ZEROED = 4  # the most fields of a workspace that are set to 0
 # a call has these values: addresses of arguments, addresses of results, numbers of formulas, computed words
 MAX_RESULTS, MAX_NUMBERS, MAX_COMPUTED = 64, 256, 8
 FIRST_RESULT = MAX_ARRAYS
@@ -53,8 +52,8 @@ RECORD_FIELDS: dict[str, Any] = {
     "num_search_words": INT64,
     "count": POINTER,  # the number of tile ranges that the search found; negative if a check failed
     "capacity": INT64,  # the most tile ranges for which the buffer has memory
-    "num_zeroed": INT64,  # how many of the following pairs are used: address and number of words that are set to 0
-    **{f"{name}_{k}": kind for k in range(MAX_ZEROED) for name, kind in (("zeroed", POINTER), ("zeroed_words", INT64))},
+    "zeroed": POINTER,  # the first word of the workspace that is set to 0
+    "num_zeroed": INT64,  # how many words from there on are set to 0
 }
 IS_BUSY = list(RECORD_FIELDS).index("is_busy")
 
@@ -69,7 +68,7 @@ class Buffer:
     blocks : (argument block, its fields, its workspace) of each function: kernel, search for tile ranges. The workspace
         has the fields that point into the buffer, and the length of each in 8-byte words.
 
-    array, view : the words of the buffer, as an array and as a view of the array
+    array : the words of the buffer
     addresses : the address of each field of the workspace
     starts : the index of each argument block
     """
@@ -84,7 +83,7 @@ class Buffer:
                 pointers[start + list(fields).index(name)] = offsets[name] = size
                 size += round_up(length, WORDS_PER_CACHE_LINE)
         self.array = np.empty(size, np.int64)
-        self.view, self.address = self.array.data, int(self.array.ctypes.data)
+        self.address = int(self.array.ctypes.data)
         self.addresses = {name: self.address + 8 * offset for name, offset in offsets.items()}
         for start, (packed, *_) in zip(self.starts, blocks, strict=True):
             self.array[start : start + packed.size] = packed
@@ -94,7 +93,7 @@ class Buffer:
     def word(self, name: str) -> int:
         """Return the first word of a field of the workspace; 0 if there is no such field."""
         address = self.addresses.get(name)
-        return 0 if address is None else int(self.view[(address - self.address) // 8])
+        return 0 if address is None else int(self.array[(address - self.address) // 8])
 
 
 class LaunchRecord:
@@ -107,7 +106,6 @@ class LaunchRecord:
     """
 
     def __init__(self, call: BoundCall, sources: Sequence[int]) -> None:
-        assert len(call.zeroed) <= MAX_ZEROED
         assert len(sources) == call.num_words
         self.call, self.sources = call, np.array(sources, np.int64)
         self.array = np.zeros(len(RECORD_FIELDS), np.int64)
@@ -132,11 +130,10 @@ class LaunchRecord:
             "words": buffer.address + 8 * call.call_words.start,
             "num_words": call.num_words,
             "sources": self.sources.ctypes.data,
-            "num_zeroed": len(call.zeroed),
+            "zeroed": addresses["counter"],
+            "num_zeroed": call.num_zeroed,
         }
         fields |= {name: addresses[name] for name in FLAGS if name in addresses}
-        for k, (name, length) in enumerate(call.zeroed):
-            fields |= {f"zeroed_{k}": addresses[name], f"zeroed_words_{k}": length}
         if search is not None and capacity is not None:
             search_block = buffer.address + 8 * buffer.starts[1]
             fields |= {

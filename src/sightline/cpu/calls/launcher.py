@@ -63,12 +63,9 @@ class RecordCode:
 
     def clear_workspace(self) -> None:
         """Set the counter and the flags to 0, and the other memory of the buffer that the kernel expects to be 0."""
-        pairs = self.address_of("zeroed_0")
-        with self.builder.loop(0, self.field("num_zeroed")) as index:
-            pair = pairs.at(index * 16)
-            start = pair.load(POINTER)
-            with self.builder.loop(0, pair.at(8).load(INT64)) as word:
-                start.at(word * 8).store(self.builder.value(0, INT64))
+        start = self.field("zeroed")
+        with self.builder.loop(0, self.field("num_zeroed")) as word:
+            start.at(word * 8).store(self.builder.value(0, INT64))
 
     def find_tile_ranges(self, values: Value) -> Value:
         """Run the search for tile ranges if the record has one. Return 0 if the kernel can run, `FAILED` or `SHORT`."""

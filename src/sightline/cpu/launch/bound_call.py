@@ -31,6 +31,7 @@ from ..calls.launch_record import (
     MAX_NUMBERS,
     MAX_RESULTS,
     UNCHANGED,
+    WORDS_PER_CACHE_LINE,
     Buffer,
     Direct,
     LaunchRecord,
@@ -39,6 +40,7 @@ from ..calls.launcher import FAILED, SHORT
 from ..calls.python_functions import is_supported, launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
+from ..kernels.kernel_spec import round_up
 from ..kernels.tile_search import SEARCH_FIELDS
 from ..runtime.processor import HOST
 from ..runtime.thread_count import thread_count
@@ -95,7 +97,8 @@ class BoundCall:
         self.first_operands = tuple([address_of(array) for array in arguments.arrays.values()])
         self.kernel = compile_kernel(arguments, writer)
         zeroed = {name: 1 for name in COUNTERS if name in writer.fields} | (zeroed or {})
-        self.block_fields, self.workspace, self.zeroed = writer.fields, {**zeroed, **(scratch or {})}, [*zeroed.items()]
+        self.block_fields, self.workspace = writer.fields, {**zeroed, **(scratch or {})}  # begins with the counter
+        self.num_zeroed = sum([round_up(length, WORDS_PER_CACHE_LINE) for length in zeroed.values()])
         outputs = [0] * spec.num_output_arrays if outputs is None else outputs
         bound = {**dict.fromkeys(writer.fields, 0), **arguments.fields(), **values}
         self.template = arguments.pack(writer.fields, bound, [(0, stride) for stride in outputs])
@@ -199,9 +202,8 @@ class BoundCall:
         buffer = self.make_buffer()
         fields = [words.get(name, 0) for name in self.call_fields]
         buffer.array[self.call_words] = call_words(fields, tables, arguments.numbers, results)
-        for name, length in self.zeroed:
-            start = (buffer.addresses[name] - buffer.address) // 8
-            buffer.array[start : start + length] = 0
+        start = (buffer.addresses["counter"] - buffer.address) // 8
+        buffer.array[start : start + self.num_zeroed] = 0
         count = min(thread_count(self.threads), self.find_max_threads(problem.m))
         keep_alive = arguments.keep_alive, *given.values(), outputs, self.keep_alive, buffer.array
         self.processor.call(self.kernel, buffer.array[: self.template.size], count, keep_alive)

@@ -10,12 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ...arrays.caching import cached_property
 from ...arrays.layouts import unpack
-from ...arrays.operations import NUMPY, Framework, has_heads_in_rows
+from ...arrays.operations import NUMPY, has_heads_in_rows
 from ...call import call_cache
 from ...call.call_cache import Entry, EntryResult, FirstCall, Operands, build_answer, mark_as_used
 from ...call.lookup import store_call
@@ -38,7 +37,7 @@ class ForwardEntry(Entry):
     passes : the weights passes of the statistics that the forward kernel does not compute, each with the object that
         makes the statistics' arrays from those of the pass; the operands of a pass are query, key and lse
     make_makers : function (shape of the output, heads_in_rows) that returns the makers of the forward kernel's results;
-        see `_make_makers`
+        `heads_in_rows` is as in `Framework.make_empty`
     needs_lse : True if a statistic, a weights pass or the hook reads lse
     has_dropout : True if the call needs a seed
     """
@@ -112,22 +111,27 @@ def keep_forward(forward: BoundCall, statistics_passes: Sequence[StatisticsPass]
         if call is None:
             return
         passes.append((call, bound))
-    output = problem.squeeze_heads(given.result.output, 2)
+    shape = tuple(problem.squeeze_heads(given.result.output, 2).shape)
+    dtype = given.result.output.dtype
     shared, statistic_dtypes = given.describe()
     statistics = problem.see
     # the result of a direct call with one result reaches no hook, so a call with a hook also returns lse
     needs_lse = given.hook is not build_answer or bool(passes) or any(not one.num_arrays for one in statistics)
-    # without statistics the caller does not get the lse, so a NumPy array suffices
+    # the results with one number per query; without statistics the caller does not get lse: a NumPy array suffices
     per_query = [(library if statistics else NUMPY, "float64")] * needs_lse
-    per_query += [(library, dtype) for dtype in statistic_dtypes]
-    make_makers = partial(_make_makers, library, output.dtype, per_query)
+    per_query += [(library, name) for name in statistic_dtypes]
+
+    def make_makers(shape: tuple[int, ...], heads_in_rows: bool) -> list[Callable[[], Any]]:
+        others = [other.make_empty(shape[:-1], name) for other, name in per_query]
+        return [library.make_empty(shape, dtype, heads_in_rows), *others]
+
     num_sums = sum(statistic.fused_role == "sum" for statistic in statistics)
     prepared = forward.prepare(
         request.tables,
         structure.first(2 + num_sums),  # mask, score and factors
         OPERANDS,
         ("output", "lse") if needs_lse else ("output",),
-        make_makers(tuple(output.shape), has_heads_in_rows(given.operands[0])),
+        make_makers(shape, has_heads_in_rows(given.operands[0])),
         problem.m,
         can_be_direct=problem.dropout == 0 and request.sinks is None,
     )
@@ -138,22 +142,6 @@ def keep_forward(forward: BoundCall, statistics_passes: Sequence[StatisticsPass]
     shared_key = None if forward.family is None or passes else family_key(request.key)
     if shared_key is not None:
         store_call(call_cache.families, shared_key, entry)
-
-
-def _make_makers(
-    library: Framework,
-    dtype: Any,
-    per_query: Sequence[tuple[Framework, str]],
-    shape: tuple[int, ...],
-    heads_in_rows: bool,
-) -> list[Callable[[], Any]]:
-    """Return the functions that allocate the results of a forward kernel, for an output of this shape and dtype.
-
-    `per_query` has the library and the dtype of each other result: lse and the arrays of statistics, which have one
-    number per query. `heads_in_rows` is as in `Framework.make_empty`.
-    """
-    others = [other.make_empty(shape[:-1], name) for other, name in per_query]
-    return [library.make_empty(shape, dtype, heads_in_rows), *others]
 
 
 # -- families ----------------------------------------------------------------------------------------------------------
