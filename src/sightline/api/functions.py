@@ -123,7 +123,7 @@ def attention(
            [0.26, 0.26, 0.47]], dtype=float32)
     """
     if positional or unknown:
-        refuse_arguments("attention", positional, unknown)
+        refuse_arguments("attention", attention, positional, unknown)
     if not (score is None or isinstance(score, Expression)) and is_array(score):
         read_score(score)  # raises an error, because only `attend` takes an array as the score
     by_position, names = layout != "BHND", None
@@ -265,7 +265,7 @@ def explain(
     'streaming'
     """
     if positional or unknown:
-        refuse_arguments("explain", positional, unknown)
+        refuse_arguments("explain", explain, positional, unknown)
     query, key, value = to_heads_first(layout, query, key, value)
     given, is_jax = query, arrays.framework(query) is arrays.JAX
     shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
@@ -329,7 +329,7 @@ def tiles(
     [np.float32(3.0)]
     """
     if positional or unknown:
-        refuse_arguments("tiles", positional, unknown)
+        refuse_arguments("tiles", tiles, positional, unknown)
     value = key if value is None and not isinstance(key, KVCache) else value
     query, key, value = to_heads_first(layout, query, key, value)
     options = Options(mask, score, [SCORES], scale, sinks)

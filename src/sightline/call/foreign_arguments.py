@@ -7,7 +7,8 @@ transformers, FlashAttention and xFormers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -15,14 +16,6 @@ from ..errors import UnknownArgumentError
 
 # the options of `attention`, in the order of its signature
 OPTIONS = ("mask", "score", "scale", "sinks", "dropout", "seed", "see", "kernel", "threads", "layout")
-OPTIONS_OF = {
-    "explain": (*OPTIONS, "source"),
-    "tiles": ("mask", "score", "scale", "sinks", "layout"),
-    "torch.distributed.attention": (
-        *("mask", "score", "scale", "sinks", "dropout", "seed", "see", "threads", "group", "layout", "method"),
-    ),
-    "jax.distributed.attention": ("mask", "score", "scale", "sinks", "see", "layout"),
-}
 
 _CAUSAL = 'mask=sightline.causal(); causal("lower right") if the queries are the last positions of the keys'
 _MASK_ARRAY = (
@@ -76,10 +69,12 @@ CURES: dict[str, str] = {
 POSITIONAL_CURE = "write the names: attention(query, key, value, mask=..., score=...)"
 
 
-def refuse_arguments(function: str, positional: Sequence[Any], unknown: dict[str, Any]) -> NoReturn:
+def refuse_arguments(
+    name: str, function: Callable[..., Any], positional: Sequence[Any], unknown: dict[str, Any]
+) -> NoReturn:
     """Raise UnknownArgumentError for arguments that `attention` and the functions with its options do not have.
 
-    function : the name of the function
+    name, function : the function, and its name in the error
     positional : the positional arguments after `value`
     unknown : the keyword arguments that the function does not have
 
@@ -94,18 +89,18 @@ def refuse_arguments(function: str, positional: Sequence[Any], unknown: dict[str
       allowed: query, key, value, mask=, score=, scale=, sinks=, dropout=, seed=, see=, kernel=, threads=, layout=
       cure:    for softmax_scale= write scale=number
     """
-    options = OPTIONS_OF.get(function, OPTIONS)
+    options: dict[str, Any] = inspect.unwrap(function).__kwdefaults__
     if unknown:
-        given = f"{function}(..., {', '.join(f'{name}=' for name in unknown)})"
-        cure = "; ".join(_suggest(name, options) for name in unknown)
+        given = f"{name}(..., {', '.join(f'{each}=' for each in unknown)})"
+        cure = "; ".join(_suggest(each, options) for each in unknown)
     else:
         kinds = ", ".join(type(argument).__name__ for argument in positional)
-        given = f"{function} with positional arguments after value: {kinds}"
+        given = f"{name} with positional arguments after value: {kinds}"
         cure = POSITIONAL_CURE
-    raise UnknownArgumentError(given, "query, key, value, " + ", ".join(f"{name}=" for name in options), cure)
+    raise UnknownArgumentError(given, "query, key, value, " + ", ".join(f"{each}=" for each in options), cure)
 
 
-def _suggest(name: str, options: Sequence[str]) -> str:
+def _suggest(name: str, options: Collection[str]) -> str:
     """Return what to write in place of a keyword argument of a function with these options."""
     if name in (*OPTIONS, "source"):
         return f"leave {name}= out, which only other functions of sightline have"

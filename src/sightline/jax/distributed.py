@@ -178,7 +178,7 @@ def _refuse(unknown: dict[str, Any]) -> None:
     """Raise an error if `unknown` has an argument besides `dropout=0` and `seed`, which have no effect here."""
     others = {name: value for name, value in unknown.items() if name not in ("dropout", "seed")}
     if others:
-        refuse_arguments("jax.distributed.attention", (), others)
+        refuse_arguments("jax.distributed.attention", attention, (), others)
     if unknown.get("dropout", 0.0):
         raise ParameterError(
             f"dropout={unknown['dropout']!r} of a sequence on several devices",

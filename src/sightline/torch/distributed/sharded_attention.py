@@ -123,7 +123,7 @@ def attention(
 
     def describe() -> tuple[tuple[int, ...], dict[str, str]]:
         if positional or unknown:
-            refuse_arguments("torch.distributed.attention", positional, unknown)
+            refuse_arguments("torch.distributed.attention", attention, positional, unknown)
         _check_tensors(given_arrays)
         validation.check_choice(None, threads)
         if method not in get_args(Method):
