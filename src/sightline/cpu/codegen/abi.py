@@ -217,7 +217,7 @@ def pack_fields(
     values: Mapping[str, Any],
     tables: Sequence[Any],
     numbers: Sequence[float] = (),
-    outputs: Sequence[tuple[int, int]] = (),
+    outputs: Sequence[int] = (),
 ) -> Any:
     """Return the argument block as an int64 array.
 
@@ -226,16 +226,16 @@ def pack_fields(
     fields, values : the fields of the kernel, and the value of each; the number of a DOUBLE field is stored as its bits
     tables : NumPy arrays
     numbers : numbers of formulas; an int is stored as such, and a float as its bits
-    outputs : (address, stride) of each output
+    outputs : the stride of each output; the addresses are 0
     """
     words = call_words(
         [to_word(float(values[name])) if kind is DOUBLE else values[name] for name, kind in fields.items()],
         [table.ctypes.data for table in tables],
         numbers,
-        [address for address, _ in outputs],
+        [0 for _ in outputs],
     )
     words += [word for table in tables for word in (*table.strides, *table.shape)]
-    return np.array([*words, *[stride for _, stride in outputs]], np.int64)
+    return np.array([*words, *outputs], np.int64)
 
 
 def call_words(

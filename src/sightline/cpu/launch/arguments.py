@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from ...arrays.operations import (
-    address_of,
-    detach,
-    empty,
-    has_heads_in_rows,
-    itemsize,
-    map_entries,
-    strides_of,
-    to_numpy,
-)
+from ...arrays.operations import address_of, detach, has_heads_in_rows, itemsize, map_entries, strides_of, to_numpy
 from ...call.problem import Problem
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.formula_checks import find_index_ranges
@@ -27,7 +18,7 @@ from ...formula.parameters import TableParameter, structure_of
 from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...reference.dropout import threshold
 from ...statistics.dispatch import FusedStatistics, formulas_of
-from ..codegen.abi import pack_fields, signed_word
+from ..codegen.abi import signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
 from ..kernels.tile_functions import without_formulas
@@ -119,12 +110,6 @@ class KernelArguments:
         new.tile_ranges = _make_tile_ranges(mask, new.problem.extent, self.query_block, self.group)
         new.has_tile_ranges = mask is None
         return new
-
-    def pack(
-        self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, int]] = ()
-    ) -> Any:
-        """Return the argument block; `outputs` has (address, stride) of each output that is not in `fields`."""
-        return pack_fields(fields, values, self.tables, self.numbers, outputs)
 
     def retain(self, array: Any) -> int:
         """Add a NumPy array to `keep_alive`, the memory that the arguments point to, and return its address."""
@@ -240,13 +225,6 @@ def with_contiguous_rows(array: Any) -> Any:
 def with_contiguous_entries(array: Any) -> Any:
     """Return the array in C order, without a copy if it is in C order already."""
     return array.contiguous() if hasattr(array, "contiguous") else np.ascontiguousarray(array)
-
-
-def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-    """Return an array of zeros in the library and on the device of `like`."""
-    array = empty(shape, dtype, like)
-    array[...] = 0
-    return array
 
 
 def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:

@@ -58,7 +58,6 @@ from .arguments import (
     prepare,
     with_contiguous_entries,
     with_contiguous_rows,
-    zeros,
 )
 from .bound_call import BoundCall, PreparedCall
 from .forward import forward, make_output
@@ -402,7 +401,9 @@ def backward_in_parts(problem: Problem, given: GivenGradients, processor: Proces
         return None
     d_output, d_lse = given.d_output, given.statistics.add_to_d_lse(given.d_lse)
     arrays = [detach(array) for array in (problem.query, problem.key, problem.value)]
-    d_arrays = [zeros(tuple(array.shape), problem.accumulator, array) for array in arrays]
+    d_arrays = [empty(tuple(array.shape), problem.accumulator, array) for array in arrays]
+    for array in d_arrays:
+        array[...] = 0
     for rows, keys in _parts(problem):
         spans = (rows, keys, keys)
         operands = [array[..., span, :] for array, span in zip(arrays, spans, strict=True)]

@@ -38,7 +38,7 @@ from ..calls.launch_record import (
 )
 from ..calls.launcher import FAILED, SHORT
 from ..calls.python_functions import is_supported, launcher
-from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
+from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, pack_fields, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import round_up
 from ..kernels.tile_search import SEARCH_FIELDS
@@ -101,7 +101,7 @@ class BoundCall:
         self.num_zeroed = sum([round_up(length, WORDS_PER_CACHE_LINE) for length in zeroed.values()])
         outputs = [0] * spec.num_output_arrays if outputs is None else outputs
         bound = {**dict.fromkeys(writer.fields, 0), **arguments.fields(), **values}
-        self.template = arguments.pack(writer.fields, bound, [(0, stride) for stride in outputs])
+        self.template = pack_fields(writer.fields, bound, arguments.tables, arguments.numbers, outputs)
         names, num_tables = list(writer.fields), len(arguments.tables) + len(arguments.numbers)
         self.range_words = [names.index(name) for name in TILE_RANGE_FIELDS]
         self.search = BoundSearch.of(arguments)

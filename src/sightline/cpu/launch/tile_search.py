@@ -9,7 +9,7 @@ import numpy as np
 from ...arrays.caching import cached_property
 from ...formula.expression import as_expression
 from ...formula.formula_checks import stay_inside_for_all_entries
-from ..codegen.abi import to_word
+from ..codegen.abi import pack_fields, to_word
 from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
 from ..kernels.tile_search import (
     SEARCH_FIELDS,
@@ -57,7 +57,7 @@ class BoundSearch:
             "first_numbers": self.first_numbers.ctypes.data,
             "max_integer": 2.0**53 if spec.needs_int64 else 2.0**31 - 1,
         }
-        self.packed = arguments.pack(SEARCH_FIELDS, fields)
+        self.packed = pack_fields(SEARCH_FIELDS, fields, arguments.tables, arguments.numbers)
         clamped = [own for f, own in zip(arguments.formulas[1:], spec.clamped[1:], strict=True) if f is not None]
         texts = tuple(formula.text for formula in formulas[1:])
         self.spec = SearchSpec(formulas[0].text, texts, spec.tables, (spec.clamped[0], *clamped))
