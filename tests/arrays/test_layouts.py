@@ -17,7 +17,7 @@ import sightline
 from sightline.arrays import layouts as array_layouts
 from sightline.arrays.layouts import MAX_ARRAYS, MAX_AXES, unpack
 from sightline.call import call_cache
-from sightline.call.lookup import LOOKUP
+from sightline.call.call_cache import LOOKUP
 from sightline.cpu.calls import python_functions
 from sightline.cpu.calls.direct_call import ARRAY_OFFSETS, DTYPE_OFFSETS
 from sightline.cpu.calls.python_functions import READ_TENSOR_INDEX, make_find_or_run

@@ -13,7 +13,7 @@ import sightline
 from cached_calls import FORMULAS, record_hits, uncached
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
 from sightline import b, i, j, p, s, table
-from sightline.call import call_cache, lookup
+from sightline.call import call_cache
 from sightline.errors import DtypeError, FormulaError, SightlineError, TableError
 from strategies import to_torch
 
@@ -83,7 +83,7 @@ def test_cached_calls_read_the_arrays_of_the_call(rng):
 
 
 def test_the_cache_has_a_limited_size(rng, monkeypatch):
-    monkeypatch.setattr(lookup, "MAX_CACHED_CALLS", 3)
+    monkeypatch.setattr(call_cache, "MAX_CACHED_CALLS", 3)
     q, k, v = arrays(rng)
     for stride in range(2, 5):
         sightline.attention(q, k, v, mask=i % stride == 0)

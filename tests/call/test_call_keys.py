@@ -10,7 +10,7 @@ from sample_calls import all_bits, arrays, bits, draw_inputs
 from sightline import b, i, j, s, where
 from sightline.arrays.layouts import unpack
 from sightline.call import call_cache
-from sightline.call.lookup import LOOKUP
+from sightline.call.call_cache import LOOKUP
 from sightline.call.problem import make_problem
 from sightline.call.request import describe
 from sightline.cpu import Cpu

@@ -17,7 +17,7 @@ import sightline
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
 from sightline import h, i, j, s, table
 from sightline.call import call_cache
-from sightline.call.lookup import LOOKUP
+from sightline.call.call_cache import LOOKUP
 from sightline.cpu.calls.launch_record import FIRST_NUMBER, IS_BUSY, LaunchRecord
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.launch.bound_call import PreparedCall

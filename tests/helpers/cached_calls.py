@@ -3,7 +3,7 @@
 import sightline
 from sightline import i, j, s, where
 from sightline.call import call_cache
-from sightline.call.lookup import LOOKUP
+from sightline.call.call_cache import LOOKUP
 from sightline.call.options import Options
 from sightline.call.problem import parse, validate
 from sightline.call.request import describe

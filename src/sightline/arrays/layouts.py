@@ -17,7 +17,7 @@ In three cases the result is None. The call then needs the full dispatch: the ch
   the processor and the first `MAX_GPUS` GPUs.
 - torch traces or transforms the call, computes forward derivatives, or has an active mode other than a default device.
 
-`read_arrays` defines the results. Generated code does the same in a third of the time; see `call.lookup`.
+`read_arrays` defines the results. Generated code does the same in a third of the time; see `call.call_cache`.
 """
 
 from __future__ import annotations

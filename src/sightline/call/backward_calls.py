@@ -22,8 +22,8 @@ from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import StatisticGradients, statistic_gradients
 from ..statistics.dispatch import formulas_of
+from .call_cache import LOOKUP
 from .kernel import GivenGradients, Gradients
-from .lookup import LOOKUP
 from .problem import OPERANDS, Problem
 from .request import Request
 

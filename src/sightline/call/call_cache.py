@@ -3,10 +3,11 @@
     attention(q, k, v, mask=j < table(lengths)[b])  →  Request  →  Entry  →  kernel
 
 `request` computes the structure of a call: its options, and its formulas without numbers and tables. `answer` looks the
-call up by `CallLookup.find_or_run`, and runs it. Calls that differ only in lengths and strides form a family, such as
-the steps of a decoding loop. A call of a known family is bound for its lengths without the full dispatch, which has all
-checks, the choice of a kernel and its planning. The entries and families of the CPU's kernels are in
-`cpu.launch.forward_entry`, those of Triton's kernels in `gpu.launch.entries`.
+call up by `CallLookup.find_or_run`, and runs it. A call that is not found needs the full dispatch, the way of a first
+call: all checks, the choice of a kernel, and its planning. Calls that differ only in lengths and strides form a family,
+such as the steps of a decoding loop. A call of a known family is bound for its lengths without the full dispatch. The
+entries and families of the CPU's kernels are in `cpu.launch.forward_entry`, those of Triton's kernels in
+`gpu.launch.entries`.
 
 A repeated call takes from an earlier call what follows from the key: the kernel, the values of its bound arguments
 (lengths, strides, offsets of batches), and the checks of shapes, dtypes and options. The key has the type, dtype, shape
@@ -28,15 +29,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..arrays.caching import store_entry
+from ..arrays.layouts import NO_TENSORS, Tensors, read_arrays
 from ..arrays.operations import Framework
 from ..formula.expression import Expression
 from ..statistics import Statistic
 from ..statistics.dispatch import FusedStatistics
-from .lookup import LOOKUP
 from .problem import Problem
 from .request import Request, make_tuple
 from .spec import build_seen
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .kernel import Result
 
 Operands = tuple[Any, Any, Any]  # query, key and value
+MAX_CACHED_CALLS = 256  # a call that was used is moved to the end, so the least recently used is dropped
 
 calls: OrderedDict[Any, Any] = OrderedDict()  # the calls that were met, by key; the least recently used is the first
 families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
@@ -80,12 +83,73 @@ def answer(request: Request, operands: Operands) -> tuple[Any, Request | None]:
     return (None, request) if result is None else (result, None)
 
 
+def store_call(calls: dict[Any, Any], key: Any, entry: Any) -> None:
+    """Store a call. The dict keeps `MAX_CACHED_CALLS` calls."""
+    store_entry(calls, key, entry, MAX_CACHED_CALLS)
+
+
 def mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
     """Move an entry to the end of its dict, so that it is dropped last."""
     try:  # noqa: SIM105 (`contextlib.suppress` takes eight times as long)
         entries.move_to_end(key)
     except KeyError:  # another thread has just dropped the entry
         pass
+
+
+class CallLookup:
+    """Reads arrays and looks calls up, in Python, or by generated code from the first repeated call on.
+
+        find_or_run(entries, structure, numbers, operand, ..., table, ...)
+            →  (entry, results, layouts, address of operand, ..., address of table, ...), or the only result
+
+    `entries` is a dict of earlier calls: the call cache for forward passes, or the backward passes of one cached call.
+    Its keys are (layouts, structure). The attribute `prepared` of an entry is a `PreparedCall` or None. If that call is
+    direct, generated code runs it, and `results` is a tuple of its results. A single result of a direct call is
+    returned alone. If the call is not direct, `results` is None, and the caller runs the entry. If no entry has the
+    key, the entry is None. If only the full dispatch can read the arrays (see `arrays.layouts`), None is returned.
+
+    find_or_run : this function
+    tensors : how tensors of torch are read
+    is_generated : False until `generate` was called
+
+    `sightline.cpu` sets these two, because the CPU's kernels and generated code have them:
+
+    make_find_or_run : function (tensors) that returns the generated `find_or_run`, or None
+    find_relative : function (request, operands) that returns an entry made from a call with other lengths, or None
+    """
+
+    make_find_or_run: Callable[[Tensors], Callable[..., Any] | None]
+    find_relative: Callable[[Request, Operands], Entry | None]
+
+    def __init__(self) -> None:
+        self.serve_tensors(NO_TENSORS)
+
+    def serve_tensors(self, tensors: Tensors) -> None:
+        """From now on, read tensors of torch in the way that `tensors` describes, in Python until the next call."""
+        self.tensors, self.is_generated = tensors, False
+        self.find_or_run: Callable[..., Any] = self.find_in_python
+
+    def generate(self) -> None:
+        """From now on, read arrays and run direct calls by a generated function, if there is one."""
+        self.find_or_run = self.make_find_or_run(self.tensors) or self.find_or_run
+        self.is_generated = True
+
+    def read_arrays(self, *arrays: Any) -> tuple[Any, ...] | None:
+        """Return the layouts and addresses of the arrays; None if only the full dispatch can read them."""
+        return read_arrays(self.tensors, *arrays)
+
+    def find_in_python(
+        self, entries: Mapping[Any, Any], structure: Any, numbers: tuple[float, ...], *arrays: Any
+    ) -> tuple[Any, ...] | None:
+        """Return (entry or None, None, layouts, *addresses); None if only the full dispatch can read the arrays.
+
+        `numbers` are the numbers of the call's formulas, which only generated code uses.
+        """
+        found = self.read_arrays(*arrays)
+        return None if found is None else (entries.get((found[0], structure)), None, *found)
+
+
+LOOKUP = CallLookup()
 
 
 class EntryResult(NamedTuple):

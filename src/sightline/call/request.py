@@ -1,6 +1,6 @@
 """Requests. A request is a call in the form that the call cache looks up.
 
-    describe(...)  →  Request  →  lookup.find_or_run(...)  →  Request with layouts and addresses
+    describe(...)  →  Request  →  LOOKUP.find_or_run(...)  →  Request with layouts and addresses
 
 The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
 are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..arrays.layouts import Tensors
-from ..call.call_cache import Entry, Operands
+from ..call.call_cache import LOOKUP, Entry, Operands
 from ..call.kernel import GivenGradients, Gradients, Kernel, Refusal, Result, Tangents, refuse_no_pairs, refuse_sizes
-from ..call.lookup import LOOKUP
 from ..call.problem import Problem
 from ..call.request import Request
 from ..statistics import Statistic

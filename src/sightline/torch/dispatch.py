@@ -13,9 +13,8 @@ from ..api.kernels import KERNELS, make_plan, to_caller
 from ..arrays.layouts import BOOLEANS, FRAMEWORKS, MAX_GPUS, Layout, Tensors, make_kind
 from ..arrays.operations import TORCH, is_traced
 from ..arrays.unreadable import check_class, check_memory, refuse_subclass
-from ..call.call_cache import FirstCall, build_answer
+from ..call.call_cache import LOOKUP, FirstCall, build_answer
 from ..call.kernel import Kernel, Result, choose
-from ..call.lookup import LOOKUP
 from ..call.options import Options
 from ..call.problem import Problem, parse, validate
 from ..call.request import Request

@@ -14,9 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
 from ..call import call_cache
-from ..call.call_cache import Operands
+from ..call.call_cache import Operands, store_call
 from ..call.kernel import Kernel, Refusal, Result
-from ..call.lookup import store_call
 from ..call.problem import Problem
 from ..call.request import Request
 from ..gpu.configurations import architecture_of

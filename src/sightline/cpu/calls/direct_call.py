@@ -2,7 +2,7 @@
 
     find_or_run(entries, structure, numbers, operand, ..., table, ...)
 
-Python calls this function of C. `entries` has an entry for each known call. `call.lookup` says what the function
+Python calls this function of C. `entries` has an entry for each known call. `CallLookup` says what the function
 returns. The operands are query, key and value; for the backward pass also output, d_output and lse.
 
 The code reads the layouts (dtype, shape and strides of each array) as 64-bit words, and the address of each array, as

@@ -16,8 +16,7 @@ from ...arrays.caching import cached_property
 from ...arrays.layouts import unpack
 from ...arrays.operations import NUMPY, has_heads_in_rows
 from ...call import call_cache
-from ...call.call_cache import Entry, EntryResult, FirstCall, Operands, build_answer, mark_as_used
-from ...call.lookup import store_call
+from ...call.call_cache import Entry, EntryResult, FirstCall, Operands, build_answer, mark_as_used, store_call
 from ...call.problem import NUM_OPERANDS, OPERANDS
 from ...call.request import Request
 from ...formula.parameters import structure_of

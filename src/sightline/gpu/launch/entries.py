@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from ...call import call_cache
 from ...call.backward_calls import BACKWARD_OPERANDS, BackwardInputs, BackwardPasses
-from ...call.call_cache import Entry, EntryResult, FirstCall, Operands
-from ...call.lookup import store_call
+from ...call.call_cache import Entry, EntryResult, FirstCall, Operands, store_call
 from ...call.request import Request
 from ...formula.expression import Expression
 from .bound_launches import BoundLaunches
