@@ -140,13 +140,12 @@ class BoundCall:
         if len(self.numbers) > MAX_NUMBERS or len(results) + self.num_outputs > MAX_RESULTS:
             return None
         own_tables = [origins.index(origin) for origin in self.table_origins]
-        converters: list[Callable[[Any], Any] | None] = []
-        for array, bound in zip([tables[table] for table in own_tables], self.table_layouts, strict=True):
-            is_read_in_place = memory_layout(array) == bound
-            if not is_read_in_place and memory_layout(convert_table(array)) != bound:
-                return None
-            converters.append(None if is_read_in_place else convert_table)
-        return PreparedCall(self, own_tables, converters, operands, results, tuple(makers), num_keys, can_be_direct)
+        pairs = zip(own_tables, self.table_layouts, strict=True)
+        copied = [(table, layout) for table, layout in pairs if memory_layout(tables[table]) != layout]
+        if any(memory_layout(convert_table(tables[table])) != layout for table, layout in copied):
+            return None
+        copied_tables = [table for table, _ in copied]
+        return PreparedCall(self, own_tables, copied_tables, operands, results, tuple(makers), num_keys, can_be_direct)
 
     def make_buffer(self, capacity: int | None = None) -> Buffer:
         """Return a new buffer, with memory for `capacity` tile ranges of a search; None for those of the first call."""
@@ -225,8 +224,7 @@ class PreparedCall:
 
     call : the bound call
     tables : for each table of the kernel, its index among the caller's tables
-    converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
-        kernel reads the array itself
+    copied_tables : those of these tables of which the kernel reads the copy that `convert_table` returns
     operands : the names of the fields of the caller's arrays that precede the tables
     results : the names of the fields of the first results; the other results have no fields
     makers : functions that allocate the results
@@ -240,7 +238,7 @@ class PreparedCall:
 
     call: BoundCall
     tables: Sequence[int]
-    converters: Sequence[Callable[[Any], Any] | None]
+    copied_tables: Sequence[int]
     operands: Sequence[str]
     results: Sequence[str]
     makers: tuple[Callable[[], Any], ...]
@@ -248,8 +246,7 @@ class PreparedCall:
     can_be_direct: bool
 
     def __post_init__(self) -> None:
-        self.has_converters = any(self.converters)
-        self.can_be_direct = self.can_be_direct and not self.has_converters
+        self.can_be_direct = self.can_be_direct and not self.copied_tables
         self.lengths = self.call.find_length_words(self.num_keys)
         self.sources = self.find_sources()
         self.records: list[LaunchRecord] = []
@@ -288,12 +285,11 @@ class PreparedCall:
             return None, []
         results = [make() for make in self.makers]
         converted: list[Any] = []
-        if self.has_converters:
+        if self.copied_tables:
+            converted = [convert_table(tables[table]) for table in self.copied_tables]
             addresses = list(addresses)
-            for table, convert in zip(self.tables, self.converters, strict=True):
-                if convert is not None:
-                    converted.append(convert(tables[table]))
-                    (addresses[len(self.operands) + table],) = addresses_of(converted[-1:])
+            for table, address in zip(self.copied_tables, addresses_of(converted), strict=True):
+                addresses[len(self.operands) + table] = address
         numbers = numbers[: len(self.call.numbers)]
         sinks = None if sinks is None else convert_sinks(sinks)
         sinks_address = 0 if sinks is None else numpy_address(sinks)
