@@ -4,8 +4,7 @@ import sightline
 from sightline import i, j, s, where
 from sightline.call import call_cache
 from sightline.call.call_cache import LOOKUP
-from sightline.call.options import Options
-from sightline.call.problem import parse, validate
+from sightline.call.problem import Options, parse, validate
 from sightline.call.request import describe
 from sightline.cpu.calls.launch_record import LaunchRecord
 from sightline.cpu.launch.forward_entry import ForwardEntry

@@ -13,8 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
-from sightline.call.options import Options
-from sightline.call.problem import make_problem, parse
+from sightline.call.problem import Options, make_problem, parse
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.expression import to_text
 from sightline.formula.tables import Table

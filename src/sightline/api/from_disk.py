@@ -18,9 +18,8 @@ import numpy as np
 from ..arrays import operations as arrays
 from ..arrays.unreadable import is_array
 from ..call.kernel import Result
-from ..call.options import Options
 from ..call.partition.parts import Sums, add_parts, part_of, read_part, start
-from ..call.problem import Problem, parse, validate
+from ..call.problem import Options, Problem, parse, validate
 from ..call.validation import broadcast_inputs, split_names
 from ..errors import DtypeError, ParameterError
 from ..formula.expression import Expression

@@ -16,8 +16,7 @@ from ..call import call_cache
 from ..call.explanation import Explanation
 from ..call.foreign_arguments import refuse_arguments
 from ..call.kernel import choose
-from ..call.options import Options
-from ..call.problem import Problem, parse, validate
+from ..call.problem import Options, Problem, parse, validate
 from ..call.request import describe
 from ..call.validation import AxisOrder, fold_scale, read_score, split_names, to_heads_first
 from ..formula.expression import Expression

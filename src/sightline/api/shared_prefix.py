@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays.operations import accumulator, device_option, dtype_name, namespace, resolve_dtype
-from ..call.options import Options
 from ..call.partition.parts import Sums, add_parts, read_part
+from ..call.problem import Options
 from ..formula.expression import Expression, Lookup, walk
 from ..kv_cache import KVCache, needs_no_conversion
 from ..kv_cache.query_positions import free_symbols, rewrite, rewrite_for_prefix

@@ -10,8 +10,7 @@ import numpy as np
 from ..arrays.operations import NUMPY, check_float_dtype, framework
 from ..arrays.unreadable import check_kind
 from ..call.kernel import Tangents
-from ..call.options import Options
-from ..call.problem import OPERANDS, Problem, parse, validate
+from ..call.problem import OPERANDS, Options, Problem, parse, validate
 from ..call.validation import broadcast_inputs, read_scale, read_score
 from ..errors import DtypeError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression

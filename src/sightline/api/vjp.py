@@ -16,8 +16,7 @@ from ..call import call_cache
 from ..call.backward_calls import BackwardInputs, BackwardPasses, read_inputs
 from ..call.call_cache import EntryResult, Operands
 from ..call.kernel import GivenGradients, Gradients
-from ..call.options import Options
-from ..call.problem import NUM_OPERANDS, OPERANDS, Problem, parse, validate
+from ..call.problem import NUM_OPERANDS, OPERANDS, Options, Problem, parse, validate
 from ..call.request import Request, describe
 from ..call.spec import flatten_result, split_arrays
 from ..call.validation import read_score, split_names

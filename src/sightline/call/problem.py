@@ -1,4 +1,4 @@
-"""The problem: the checked arguments of one attention call.
+"""The options of an attention call, as the caller gives them, and the problem: the checked arguments of the call.
 
 The shape legend, used everywhere:
 
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from ..formula.tensor_cache import UNVERSIONED_DEVICES, TensorCache, to_device
 from ..formula.tile_ranges import hidden_condition
 from ..statistics import Statistic
 from . import validation
-from .options import Options
 
 OPERANDS = ("query", "key", "value")  # the first arrays of every list of arguments
 NUM_OPERANDS = len(OPERANDS)
@@ -44,6 +43,43 @@ NUM_OPERANDS = len(OPERANDS)
 _NORMALIZED = TensorCache(4096)
 MAX_SMALL_FLOPS = 2**31  # the most FLOPs of a problem that is small on a GPU: 10 µs at 200 TFLOP/s
 MIN_COUNTED_QUERIES = 64  # fewer queries count as this number: reading the keys takes time too
+
+
+class Options(NamedTuple):
+    """The arguments of a call besides query, key and value. torch.compile can trace a named tuple.
+
+    mask, score, scale, sinks, dropout, seed, kernel, threads : as in `attention`
+        `score` may also be an array (..., n, m), the bias that is added to the scores.
+    see : the statistics; None if the caller gave none, and receives the output alone
+    by_position : True if the arrays are views of arrays with the positions before the heads
+        It changes no result. Compiled programs of JAX then make no copies.
+    row_formats : how the rows of key and of value are quantised; None for arrays of floats
+    row_mask : a condition that hides rows of a `KVCache` besides those that the mask hides
+    """
+
+    mask: Any = None
+    score: Any = None
+    see: Any = None
+    scale: Any = None
+    sinks: Any = None
+    dropout: Any = 0.0
+    seed: Any = None
+    kernel: Any = None
+    threads: Any = None
+    by_position: Any = False
+    row_formats: Any = None
+    row_mask: Any = None
+
+    def replace(self, **changes: Any) -> Options:
+        """Return the options with these changes. torch.compile of torch 2.6 cannot trace `_replace`."""
+        return Options(*map(changes.get, OPTION_NAMES, self))
+
+    def with_formulas(self, mask: Any, score: Any, see: Any) -> Options:
+        """Return the options with this mask, score and statistics, in less time than `replace` takes."""
+        return Options(mask, score, see, *self[3:])
+
+
+OPTION_NAMES = Options._fields
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..statistics import Statistic
 from ..statistics.dispatch import cache_key_of, formulas_of
-from .options import Options
+from .problem import Options
 
 CPU_VARIABLE = "SIGHTLINE_CPU"  # an environment variable: a machine with fewer features than the processor has
 MAX_MASK_AXES = 4  # b, h, i and j

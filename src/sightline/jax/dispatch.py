@@ -11,8 +11,7 @@ import numpy as np
 from ..api.kernels import KERNELS, to_caller
 from ..call.explanation import Explanation
 from ..call.kernel import Kernel, Plan, Refusal, Result, choose
-from ..call.options import Options
-from ..call.problem import Problem, parse
+from ..call.problem import Options, Problem, parse
 from ..call.spec import Arrays, CallSpec, build_seen
 from ..call.validation import read_seed
 from ..errors import ParameterError, ShapeError

@@ -16,11 +16,10 @@ from ..arrays.caching import cached_property
 from ..arrays.operations import resolve_dtype
 from ..call.foreign_arguments import refuse_arguments
 from ..call.kernel import Result
-from ..call.options import Options
 from ..call.partition.needed_keys import Schedule, find_schedule
 from ..call.partition.parts import Sums, add_parts, part_of, read_part, start
 from ..call.partition.shards import ShardLayout, Shards, check_layout, divide
-from ..call.problem import NUM_OPERANDS, Problem, parse, validate
+from ..call.problem import NUM_OPERANDS, Options, Problem, parse, validate
 from ..call.validation import broadcast_inputs, read_statistics, split_names
 from ..errors import ParameterError, ShapeError, TableError
 from ..formula.expression import Expression, conjuncts, table_lookup

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..call.options import Options
+from ..call.problem import Options
 from ..call.validation import read_mask
 from ..errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import library

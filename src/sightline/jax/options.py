@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..call.options import Options
-from ..call.problem import Problem
+from ..call.problem import Options, Problem
 from ..call.spec import Arrays, CallSpec, find_differentiable_results
 from ..call.validation import fold_scale
 from ..formula.expression import Expression

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.operations import dtype_name, framework
-from ..call.options import Options
+from ..call.problem import Options
 from ..errors import ParameterError
 from .argument_checks import NARROW_FLOATS, check_query
 from .cache import KVCache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..call.options import Options
+from ..call.problem import Options
 from ..errors import ShapeError
 from ..formula import from_function
 from ..formula.expression import SYMBOLS, Expression, Indices, Lookup, apply, conjoin, conjuncts, intern

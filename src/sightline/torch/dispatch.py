@@ -15,8 +15,7 @@ from ..arrays.operations import TORCH, is_traced
 from ..arrays.unreadable import check_class, check_memory, refuse_subclass
 from ..call.call_cache import LOOKUP, FirstCall, build_answer
 from ..call.kernel import Kernel, Result, choose
-from ..call.options import Options
-from ..call.problem import Problem, parse, validate
+from ..call.problem import Options, Problem, parse, validate
 from ..call.request import Request
 from ..call.validation import fold_scale
 from ..errors import KernelRefusedError, SightlineError

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..api.functions import attend
 from ..arrays.unreadable import check_class, check_kind
-from ..call.options import Options
+from ..call.problem import Options
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.library import causal

@@ -15,7 +15,7 @@ from torch.backends import mha
 from torch.overrides import handle_torch_function
 
 from ..api import functions
-from ..call.options import Options
+from ..call.problem import Options
 from ..errors import ParameterError
 from ..statistics.recording import AttentionKind
 from .interception import has_modes, in_eager_code

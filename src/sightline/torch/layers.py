@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..arrays.operations import check_float_dtype, dtype_name
 from ..arrays.unreadable import check_kind, check_memory, refuse_subclass
-from ..call.options import Options
+from ..call.problem import Options
 from ..call.validation import to_float
 from ..errors import DtypeError, MaskError, ParameterError, SightlineError
 from ..formula.expression import SYMBOLS, Expression, conjoin

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..arrays.operations import is_traced
 from ..arrays.unreadable import is_array
-from ..call.options import Options
+from ..call.problem import Options
 from ..call.validation import read_mask, read_score, read_statistics
 from ..errors import MaskError, ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, Expression, apply, table_lookup

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..arrays.operations import is_traced
-from ..call.options import Options
+from ..call.problem import Options
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...api import functions
 from ...api.functions import attend
-from ...call.options import Options
+from ...call.problem import Options
 from ...errors import ParameterError
 from ...formula.from_function import to_formula
 from ...formula.torch_masks import block_formula
