@@ -57,13 +57,13 @@ class DirectEntries:
             return
         prepared = call.find_prepared()
         direct = None if prepared is None else prepared.direct
-        if prepared is None or direct is None or direct.run_on_team is not None:
+        if direct is None or direct.run_on_team is not None:
             return
         key = text, machine_setting(), direct.address
         if key not in self.entries:
             if len(self.entries) >= MAX_ENTRIES:
                 return
-            self.entries[key] = *_make_entry(*key, call, prepared.computed), direct.record, prepared
+            self.entries[key] = *_make_entry(*key, call, direct.computed), direct.record, prepared
         self.install(self.entries[key][0].ctypes.data)  # also an old one, which a text with the same hash has replaced
 
 

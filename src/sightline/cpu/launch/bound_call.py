@@ -324,12 +324,9 @@ class PreparedCall:
         max_threads = self.call.find_max_threads(self.num_keys)
         has_team = max_threads > 1 and self.call.threads != 1
         team = partial(record.run_on_team, max_threads) if has_team else None
-        return Direct(record.address, self.makers, self.computed, team, record)
-
-    @property
-    def computed(self) -> tuple[int, ...]:
-        """The computed words of a call that has neither sinks nor a seed nor a gradient of lse."""
-        return *(0,) * len(COMPUTED_FIELDS), *(self.lengths or ())
+        # without sinks, a seed and a gradient of lse, the words of `COMPUTED_FIELDS` are 0
+        computed = *(0,) * len(COMPUTED_FIELDS), *(self.lengths or ())
+        return Direct(record.address, self.makers, computed, team, record)
 
     def find_sources(self) -> list[int]:
         """Return the source of each word of the call."""
