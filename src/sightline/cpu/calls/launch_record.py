@@ -11,7 +11,7 @@ with other numbers than the first call, or with more ranges, needs a new record;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from ..runtime.thread_count import thread_count
 
 if TYPE_CHECKING:
     from ..launch.bound_call import BoundCall
+    from ..launch.tile_search import BoundSearch
 
 # a call has these values: addresses of arguments, addresses of results, numbers of formulas, computed words
 MAX_RESULTS, MAX_NUMBERS, MAX_COMPUTED = 64, 256, 8
@@ -55,7 +56,7 @@ RECORD_FIELDS: dict[str, Any] = {
     "zeroed": POINTER,  # the first word of the workspace that is set to 0
     "num_zeroed": INT64,  # how many words from there on are set to 0
 }
-IS_BUSY = list(RECORD_FIELDS).index("is_busy")
+IS_BUSY, CAPACITY_INDEX = list(RECORD_FIELDS).index("is_busy"), list(SEARCH_FIELDS).index("capacity")
 
 FLAGS = ("imprecise_lse_flag", "nonfinite_flag")  # fields of a workspace
 MAX_KEPT_BYTES = 1 << 18  # a record with a larger buffer serves no later call
@@ -63,18 +64,23 @@ WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # each field begins on its own lin
 
 
 class Buffer:
-    """The memory of one running call: argument blocks, and the workspace that they point to.
+    """The memory of one running call: the argument blocks of its functions, and the workspace that they point to.
 
-    blocks : (argument block, its fields, its workspace) of each function: kernel, search for tile ranges. The workspace
-        has the fields that point into the buffer, and the length of each in 8-byte words.
+    call : the bound call
+    search : its search for tile ranges; None if the call has the tile ranges of the first call
 
     array : the words of the buffer
     addresses : the address of each field of the workspace
     starts : the index of each argument block
+    capacity : the number of tile ranges for which the buffer has memory
     """
 
-    def __init__(self, *blocks: tuple[Any, Mapping[str, Any], Mapping[str, int]]) -> None:
+    def __init__(self, call: BoundCall, search: BoundSearch | None = None) -> None:
         self.starts, offsets, pointers, size = [], {}, {}, 0
+        blocks, self.capacity = [(call.template, call.block_fields, call.workspace)], 0
+        if search is not None:
+            self.capacity = search.capacity
+            blocks.append((search.packed, SEARCH_FIELDS, search.workspace(self.capacity)))
         for packed, fields, workspace in blocks:
             start = size
             self.starts.append(start)
@@ -89,6 +95,10 @@ class Buffer:
             self.array[start : start + packed.size] = packed
         for index, offset in pointers.items():
             self.array[index] = self.address + 8 * offset
+        if search is not None:
+            self.array[self.starts[1] + CAPACITY_INDEX] = self.capacity
+            for word, name in zip(call.range_words, ("start", "first", "last", "full"), strict=True):
+                self.array[word] = self.addresses[name]
 
     def word(self, name: str) -> int:
         """Return the first word of a field of the workspace; 0 if there is no such field."""
@@ -120,8 +130,8 @@ class LaunchRecord:
     def use_new_buffer(self) -> None:
         """Allocate a buffer, and write all fields of the record except `is_busy`."""
         call, search = self.call, self.call.search
-        capacity = search.capacity if search is not None and search.is_needed else None
-        self.buffer = buffer = call.make_buffer(capacity)
+        is_searched = search is not None and search.is_needed
+        self.buffer = buffer = Buffer(call, search if is_searched else None)
         buffer.array[call.call_words] = 0
         addresses = buffer.addresses
         fields: dict[str, Any] = {
@@ -134,7 +144,7 @@ class LaunchRecord:
             "num_zeroed": call.num_zeroed,
         }
         fields |= {name: addresses[name] for name in FLAGS if name in addresses}
-        if search is not None and capacity is not None:
+        if search is not None and is_searched:
             search_block = buffer.address + 8 * buffer.starts[1]
             fields |= {
                 "search": search.address,
@@ -143,7 +153,7 @@ class LaunchRecord:
                 "first_search_word": len(call.call_fields),
                 "num_search_words": len(call.table_origins) + len(call.numbers),
                 "count": addresses["count"],
-                "capacity": capacity,
+                "capacity": buffer.capacity,
             }
         elif search is not None:
             fields |= {"first_numbers": search.first_numbers.ctypes.data, "num_numbers": len(call.numbers)}

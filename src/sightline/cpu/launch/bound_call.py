@@ -41,7 +41,6 @@ from ..calls.python_functions import is_supported, launcher
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, pack_fields, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import round_up
-from ..kernels.tile_search import SEARCH_FIELDS
 from ..runtime.processor import HOST
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
@@ -50,7 +49,6 @@ from .tile_search import BoundSearch
 
 COUNTERS = ("counter", "imprecise_lse_flag", "nonfinite_flag")  # words that are 0 when a kernel starts
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
-CAPACITY_INDEX = list(SEARCH_FIELDS).index("capacity")
 TILE_RANGE_FIELDS = ("tile_range_start", "tile_range_first", "tile_range_last", "tile_range_full")
 COMPUTED_FIELDS = ("sinks", "d_lse", "seed")  # the fields whose words Python computes in each repeated call
 
@@ -147,17 +145,6 @@ class BoundCall:
         copied_tables = [table for table, _ in copied]
         return PreparedCall(self, own_tables, copied_tables, operands, results, tuple(makers), num_keys, can_be_direct)
 
-    def make_buffer(self, capacity: int | None = None) -> Buffer:
-        """Return a new buffer, with memory for `capacity` tile ranges of a search; None for those of the first call."""
-        blocks = [(self.template, self.block_fields, self.workspace)]
-        if capacity is None or self.search is None:
-            return Buffer(*blocks)
-        buffer = Buffer(*blocks, (self.search.packed, SEARCH_FIELDS, self.search.workspace(capacity)))
-        buffer.array[buffer.starts[1] + CAPACITY_INDEX] = capacity
-        for word, name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
-            buffer.array[word] = buffer.addresses[name]
-        return buffer
-
     @property
     def is_cacheable(self) -> bool:
         """True if later calls may use this call.
@@ -198,7 +185,7 @@ class BoundCall:
         words = {name: address_of(array) for name, array in given.items() if array is not None}
         words |= dict(zip(self.length_fields, lengths, strict=True)) | {"seed": signed_word(problem.seed)}
         tables, results = ([address_of(array) for array in own] for own in (arguments.tables, outputs))
-        buffer = self.make_buffer()
+        buffer = Buffer(self)
         fields = [words.get(name, 0) for name in self.call_fields]
         buffer.array[self.call_words] = call_words(fields, tables, arguments.numbers, results)
         start = (buffer.addresses["counter"] - buffer.address) // 8
