@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import sightline
-from fault_planting import KNOWN, Fault, assert_found, change_code, plant
+from fault_planting import KNOWN, Fault, assert_found, change_code, make_fault_test, plant
 from gradient_checks import by_cpu, reference_gradients
 from gradient_checks import check as check_gradients
 from sharded_problems import assert_covers, needed_pairs, run_parts
@@ -426,13 +426,7 @@ def check_parts():
         assert_conforms(lambda whole: run_parts(Streaming().run, whole, head_parts=2), problem)
 
 
-def test_sound_parts_pass():
-    check_parts()
-
-
-@pytest.mark.parametrize("fault", PARTS)
-def test_every_fault_in_parts_is_seen(fault, monkeypatch):
-    assert_found(PARTS[fault], monkeypatch, check_parts, RED)
+test_parts = make_fault_test(PARTS, check_parts, RED)
 
 
 SCHEDULE = {

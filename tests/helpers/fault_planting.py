@@ -93,3 +93,16 @@ def assert_found(fault, monkeypatch, check, match=None, kinds=AssertionError):
     plant(fault, monkeypatch)
     with pytest.raises(kinds, match=match):
         check()
+
+
+def make_fault_test(faults, check, match=None, kinds=AssertionError):
+    """Return a test with a case for each fault, which the check finds, and one without a fault, where it passes."""
+
+    @pytest.mark.parametrize("fault", [None, *faults])
+    def test(fault, monkeypatch):
+        if fault is None:
+            check()
+        else:
+            assert_found(faults[fault], monkeypatch, check, match, kinds)
+
+    return test

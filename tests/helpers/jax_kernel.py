@@ -9,7 +9,6 @@ import numpy as np
 import sightline
 from sightline.call.kernel import Result
 from sightline.cpu import Cpu
-from sightline.jax import custom_call, primitives
 
 if hasattr(jax, "enable_x64"):
     enable_x64 = jax.enable_x64
@@ -54,16 +53,6 @@ def check_bits(problem, answer):
         assert x.dtype == right.dtype
         assert np.array_equal(x, right, equal_nan=True), "the result does not have the bits of NumPy's"
     return Result(output, seen[0], seen)
-
-
-def register_alone(monkeypatch, target):
-    """Build the handler again during a test, under a name of its own: XLA registers a name once for a process.
-
-    The handler has direct entries of its own too. The first handler would find no entry that this one installs.
-    """
-    monkeypatch.setattr(custom_call, "TARGET", target)
-    monkeypatch.setattr(custom_call, "_entries", custom_call.DirectEntries())
-    monkeypatch.setattr(primitives, "register_custom_call", custom_call.register_custom_call.__wrapped__)
 
 
 RUNS = {"jax": run_eager, "compiled jax": run_jit}

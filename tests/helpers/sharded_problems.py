@@ -42,15 +42,6 @@ def needed_pairs(problem):
     return np.broadcast_to(shown, problem.extent).sum((0, 1))
 
 
-def received_keys(schedule):
-    """Return (ranks, ranks): the number of keys that rank r receives from rank o, at [r, o]; 0 on the diagonal."""
-    counts = np.zeros((schedule.size, schedule.size))
-    for column, block in enumerate(schedule.blocks):
-        counts[:, block.owner] += np.diff(schedule.seen[:, :, column], axis=0)[0]
-    np.fill_diagonal(counts, 0)
-    return counts
-
-
 def assert_covers(schedule, visible):
     """Raise AssertionError if the schedule calls a visible pair needless."""
     spans = [(rank, span) for rank, own in enumerate(schedule.queries.ranks) for span in own]

@@ -12,13 +12,13 @@ import pytest
 
 import sightline
 from fault_planting import Fault, plant
-from jax_kernel import enable_x64, register_alone
+from jax_kernel import enable_x64
 from sample_calls import bits
 from sightline import b, h, i, j, s, table
 from sightline.call import call_cache
 from sightline.cpu.calls import xla_handler
 from sightline.cpu.calls.xla_handler import XlaHandler
-from sightline.jax import custom_call, dot_product_attention
+from sightline.jax import custom_call, dot_product_attention, primitives
 from sightline.jax.xla_calls import parse_call
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the code reads the environment of POSIX")
@@ -185,6 +185,16 @@ FAULTS = {
     "lse as it was": Fault(XlaHandler.write_lse, "lse.at(row * 4).store(number.to(FLOAT))", "pass"),
     "an entry of another text": Fault(XlaHandler.is_entry_of, "(difference == 0) & (own == current)", "own == current"),
 }
+
+
+def register_alone(monkeypatch, target):
+    """Build the handler again during a test, under a name of its own: XLA registers a name once for a process.
+
+    The handler has direct entries of its own too. The first handler would find no entry that this one installs.
+    """
+    monkeypatch.setattr(custom_call, "TARGET", target)
+    monkeypatch.setattr(custom_call, "_entries", custom_call.DirectEntries())
+    monkeypatch.setattr(primitives, "register_custom_call", custom_call.register_custom_call.__wrapped__)
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sightline
-from fault_planting import Fault, assert_found
+from fault_planting import Fault, make_fault_test
 from gradient_checks import NAMES, differentiated
 from jax_kernel import enable_x64
 from sample_calls import KINDS, draw_inputs
@@ -354,14 +354,8 @@ def check_tables_of_the_batch():
         assert np.array_equal(found[element], expected), "a mapped element has other bits"
 
 
-def test_tables_of_the_batch_in_vmap():
-    check_tables_of_the_batch()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_in_the_batching_rule_is_seen(fault, monkeypatch):
-    kinds = AssertionError, SightlineError, *FAILED
-    assert_found(FAULTS[fault], monkeypatch, check_tables_of_the_batch, kinds=kinds)
+ERRORS = AssertionError, SightlineError, *FAILED
+test_tables_in_vmap = make_fault_test(FAULTS, check_tables_of_the_batch, kinds=ERRORS)
 
 
 @pytest.mark.parametrize("axes", [AXES[0], *[pytest.param(a, marks=pytest.mark.soak) for a in AXES[1:]]], ids=str)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sightline
-from fault_planting import Fault, assert_found
+from fault_planting import Fault, make_fault_test
 from filled_caches import PAIR, filled_cache
 from sightline import KVCache, b, h, i, j, n, s
 from sightline.api import functions, shared_prefix
@@ -376,11 +376,4 @@ def check_branches():
     assert np.array_equal(cache.joined().key[0], plain.key[0])
 
 
-def test_branches_and_drafts():
-    check_branches()
-
-
-@pytest.mark.sampled(one_in=4)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_found(fault, monkeypatch):
-    assert_found(FAULTS[fault], monkeypatch, check_branches)
+test_faults = pytest.mark.sampled(one_in=4)(make_fault_test(FAULTS, check_branches))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import sightline
-from fault_planting import Fault, assert_found
+from fault_planting import Fault, make_fault_test
 from filled_caches import assert_solves, filled_cache
 from sightline import KVCache, i, j, s
 from sightline.call.problem import make_problem
@@ -423,6 +423,4 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_found(fault, monkeypatch):
-    assert_found(FAULTS[fault], monkeypatch, check_steps, kinds=(AssertionError, ValueError))
+test_faults = make_fault_test(FAULTS, check_steps, kinds=(AssertionError, ValueError))

@@ -12,7 +12,7 @@ import torch
 
 import sightline
 from cached_calls import cache_problem
-from fault_planting import Fault, assert_found
+from fault_planting import Fault, make_fault_test
 from filled_caches import assert_solves, filled_cache
 from sightline import KVCache, i, j
 from sightline.arrays.operations import to_numpy
@@ -675,9 +675,9 @@ FAULTS = {
 }
 
 
-def check_cache(cache):
+def check_cache():
     """Ragged prompts, growth, beams, truncated drafts: each sequence against attention on its expected rows."""
-    rng = np.random.default_rng(5)
+    rng, cache = np.random.default_rng(5), KVCache()
     whole, (query, key, value) = ragged(rng, "left")
     whole, (query, key, value) = [x[:2] for x in whole], (x[:2] for x in (query, key, value))
     cache.append(key, value, lengths=LENGTHS[:2], padding="left")
@@ -702,11 +702,4 @@ def check_cache(cache):
     assert_attends(decode(cache, *whole), *whole, mask=i >= j)
 
 
-def test_the_unchanged_cache_passes():
-    check_cache(KVCache())
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_found(fault, monkeypatch):
-    kinds = AssertionError, ValueError
-    assert_found(FAULTS[fault], monkeypatch, lambda: check_cache(KVCache()), r"budget|broadcast|shape", kinds)
+test_faults = make_fault_test(FAULTS, check_cache, r"budget|broadcast|shape", (AssertionError, ValueError))

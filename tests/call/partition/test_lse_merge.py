@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
-from fault_planting import Fault, assert_found
+from fault_planting import Fault, make_fault_test
 from gradient_checks import NAMES, differentiated, seeds_of
 from sightline import i, j, lse, merge
 from sightline.api.kernels import solve
@@ -47,26 +47,22 @@ def parts_of(problem, cuts):
         yield result.output, result.lse
 
 
-def in_parts(*cuts, merge=merge):
+def in_parts(*cuts):
     """A kernel's `run` that splits the keys at these cuts and merges the parts."""
     return lambda problem: Result(*merge(parts_of(problem, cuts)))
 
 
-def check_merge(merge):
+def check_merge():
     """Check conformance with scores that grow from part to part, so that every part rescales the earlier parts."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.normal(size=size).astype(np.float32) for size in ((2, 4, 70, 16), (2, 2, 300, 16), (2, 2, 300, 9)))
     k *= np.linspace(0.1, 3, 300, dtype=np.float32)[:, None]
-    assert_conforms(in_parts(50, 120, 299, merge=merge), make_problem(q, k, v))
+    assert_conforms(in_parts(50, 120, 299), make_problem(q, k, v))
     for sinks in (None, np.ones(4)):
-        assert_conforms(in_parts(1, 200, merge=merge), make_problem(q, k, v, mask=(j > 3 * i) & (i > 4), sinks=sinks))
+        assert_conforms(in_parts(1, 200), make_problem(q, k, v, mask=(j > 3 * i) & (i > 4), sinks=sinks))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
-
-
-def test_merged_parts_equal_the_whole():
-    check_merge(merge)
 
 
 @given(st.data(), cases(dropout=False, poison=False, largest=4000))
@@ -363,6 +359,4 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_found(fault, monkeypatch):
-    assert_found(FAULTS[fault], monkeypatch, lambda: check_merge(merge), "budget")
+test_faults = make_fault_test(FAULTS, check_merge, "budget")

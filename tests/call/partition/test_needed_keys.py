@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_problems import assert_covers, needed_pairs, received_keys
+from sharded_problems import assert_covers, needed_pairs
 from sightline import causal, documents, h, i, j, padding, prefix, table, window
 from sightline.call.partition.needed_keys import find_schedule
 from sightline.call.partition.shards import Shards, Span, check_shards, divide
@@ -30,6 +30,15 @@ def problem_of(mask, extent):
     B, H, n, m = extent
     query, key = (np.broadcast_to(np.float32(0), (B, H, length, 1)) for length in (n, m))
     return make_problem(query, key, key, mask=mask)
+
+
+def received_keys(schedule):
+    """Return (ranks, ranks): the number of keys that rank r receives from rank o, at [r, o]; 0 on the diagonal."""
+    counts = np.zeros((schedule.size, schedule.size))
+    for column, block in enumerate(schedule.blocks):
+        counts[:, block.owner] += np.diff(schedule.seen[:, :, column], axis=0)[0]
+    np.fill_diagonal(counts, 0)
+    return counts
 
 
 @st.composite

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gradient_checks
 import sightline
 import statistic_definitions
-from fault_planting import Fault, assert_found
+from fault_planting import Fault, make_fault_test
 from sample_calls import draw_inputs
 from sightline import h, i, j, lse, s, table
 from sightline.call.kernel import Gradients, Result
@@ -287,10 +287,4 @@ def check_documents():
     assert_conforms(partial(run, ranks=3, layout="contiguous", traced=True), problem)
 
 
-def test_documents():
-    check_documents()
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_seen(name, monkeypatch):
-    assert_found(FAULTS[name], monkeypatch, check_documents, "budget")
+test_documents = make_fault_test(FAULTS, check_documents, "budget")
