@@ -58,6 +58,7 @@ def test_gradients_are_those_of_the_whole(name, framework, small_parts):
     check(case(MASKS[name]), framework, by_parts)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sinks_and_dropout(dtype, small_parts):
     options = {"sinks": np.arange(4.0), "dropout": 0.3, "seed": 7, "scale": 0.5}

@@ -147,7 +147,7 @@ def test_loops_neither_spill_nor_serialise_products(work, width, formula, key_he
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.wide if case.target == "gfx942" else ()) for case in QUICK], ids=str
+    "case", [pytest.param(case, marks=() if case.target == "sm_90" else pytest.mark.wide) for case in QUICK], ids=str
 )
 def test_tiles_that_are_too_large_are_seen(case, tmp_path, monkeypatch):
     assert case.target != "sm_90" or not find_slow_kernels(case.kernels(), tmp_path)

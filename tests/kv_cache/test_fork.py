@@ -219,6 +219,7 @@ def test_ten_thousand_operations_leave_nothing_behind(rng):
     tracemalloc.stop()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("change", ["keep", "fork", "append"])
 def test_a_thread_attends_to_the_cache_before_a_change_or_after_it(rng, change):
     prompt = [drawn(rng, "numpy", 1, G, 400) for _ in "kv"]
