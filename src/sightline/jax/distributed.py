@@ -67,7 +67,7 @@ def attention(
     scale : float or array of one number, default 1/√d_k
     sinks : (H,) floats, optional
     see : list of statistics, or dict from names to statistics, or one statistic, optional
-        `lse()`, `entropy()`, `max_score()`, `mass(condition)`, `sum(p * f, over=j)` and `top_k(k)`.
+        `lse()`, `entropy()`, `max_score()`, `mass(condition)`, `sum(p * f, over=j)` and `top_k(k)`, and means of them.
     layout : {"contiguous", "zigzag"}
         "contiguous": device r holds the r-th of R parts of the sequence. "zigzag": the sequence has 2R parts, and
         device r holds the parts r and 2R − 1 − r, one after the other. Under a causal mask all devices then compute
@@ -78,7 +78,7 @@ def attention(
     output : (..., H, n / R, d_v), the dtype of the inputs
         The output for the queries of this device, as `sightline.attention` computes it on the whole sequence.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
-        The result of each statistic: (..., H, n / R), and (..., H, n / R, k) for top_k.
+        The result of each statistic: (..., H, n / R), and (..., H, n / R, k) for top_k. A mean lacks its axis.
 
     JAX differentiates the function any number of times, forward and backward. A backward pass receives the blocks again
     and computes their scores again, so between the passes a device stores its shards, and a few numbers for each query
@@ -124,7 +124,7 @@ def attention(
     shards = [read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     sinks = None if sinks is None else read_array("sinks", sinks)
     problem = ShardedProblem.of(shards, sinks, ranks, layout, Options(mask, score, statistics, scale))
-    output, seen = _Exchange(problem, shards, axis_name).compute()
+    output, seen = _Exchange(problem, shards, axis_name).compute(statistics)
     if see is None:
         return output
     return output, seen if names is None else dict(zip(names, seen, strict=True))
@@ -189,12 +189,11 @@ def _refuse(unknown: dict[str, Any]) -> None:
 def _check_statistics(see: Sequence[Statistic]) -> None:
     """Raise ParameterError for a statistic whose results on parts of the keys cannot be merged."""
     for statistic in see:
-        if not statistic.is_mergeable:
+        if not statistic.computed.is_mergeable:
             raise ParameterError(
                 f"see=[{statistic!r}] of a sequence on several devices",
-                "lse(), entropy(), max_score(), mass(condition), sum(p * f, over=j) and top_k(k), without .mean(...)",
-                "jnp.mean(result, axis=-2) for a mean over the heads; sightline.attention on the whole sequence for "
-                "other statistics",
+                "lse(), entropy(), max_score(), mass(condition), sum(p * f, over=j) and top_k(k), and means of them",
+                "sightline.attention on the whole sequence",
             )
 
 
@@ -225,8 +224,8 @@ class _Exchange:
         self.rank = jax.lax.axis_index(axis_name)
         self.dtype = resolve_dtype(jnp, problem.whole.accumulator)
 
-    def compute(self) -> tuple[Any, tuple[Any, ...]]:
-        """Return (output, seen) of this device's queries."""
+    def compute(self, see: Sequence[Statistic]) -> tuple[Any, tuple[Any, ...]]:
+        """Return (output, seen) of this device's queries; `see` are the statistics that were requested."""
         whole = self.problem.whole
         sums = [self.start(len(span)) for span in self.problem.queries.ranks[0]]
         for distance in range(self.size):
@@ -238,7 +237,7 @@ class _Exchange:
             lambda *x: jnp.concatenate(x, axis), *[(span_sums.output, span_sums.seen) for span_sums in finished]
         )
         seen = tuple([statistic.build_result(parts) for statistic, parts in zip(whole.see, arrays, strict=True)])
-        answer = to_caller(whole, Result(output.astype(whole.query.dtype), None, seen), whole.see)
+        answer = to_caller(whole, Result(output.astype(whole.query.dtype), None, seen), see)
         leaves, structure = jax.tree.flatten(answer)
         result: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
         return result
