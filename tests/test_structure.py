@@ -173,6 +173,6 @@ def test_dir_shows_the_public_names_and_the_submodules():
         causal dense documents entropy explain lse mass max max_score merge min padding pooled prefix received
         relative_bias scores softcap sum table threads tiles top_k watch weighted_sum weights where window
     """
-    modules = "data equinox eviction flax jax keras positions torch transformers view"
+    modules = "data equinox eviction flax jax keras lightning positions torch transformers view"
     expected = [*"bhijspnm", "OVERVIEW", "Expression", "KVCache", "Table", *functions.split(), *modules.split()]
     assert dir(sightline) == sorted(expected)

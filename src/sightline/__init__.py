@@ -97,7 +97,8 @@ __all__ = [
 
 __version__ = "0.1.0"
 # Each is imported when first accessed.
-SUBMODULES = ("data", "equinox", "eviction", "flax", "jax", "keras", "positions", "torch", "transformers", "view")
+FRAMEWORKS = ("equinox", "flax", "jax", "keras", "lightning", "torch", "transformers")
+SUBMODULES = ("data", "eviction", "positions", "view", *FRAMEWORKS)
 MODULES_OF_MODELS = {
     "AttentionMonitor": "torch.watching.model_monitor",
     "watch": "torch.watching.model_watch",
