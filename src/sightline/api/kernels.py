@@ -46,7 +46,7 @@ def differentiate(problem: Problem, plan: Plan, given: GivenGradients) -> Gradie
 
     with np.errstate(all="ignore"):  # hidden scores may overflow
         terms = statistic_gradients(problem, given.saved[1], given.d_seen, given.arrays, compute)
-        return streaming.differentiate(plan.kernel, problem, given._replace(statistics=terms))
+        return streaming.backward_by(plan.kernel, problem, given._replace(statistics=terms))
 
 
 def push_forward(problem: Problem, plan: Plan, tangents: Tangents, saved: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -373,7 +373,7 @@ class Gather(Kernel):
         sums = {name: getattr(added, name) for name in ("lse", "weights_sum")}
         part_terms |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
         given = GivenGradients(d_output, d_lse, saved, slots, replace(added, **part_terms))
-        return streaming.differentiate(kernel, part.problem, given)
+        return streaming.backward_by(kernel, part.problem, given)
 
 
 def _widen(problem: Problem) -> Problem:

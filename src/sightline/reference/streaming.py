@@ -274,7 +274,7 @@ def _normalizers(ops: TileOps, rows: slice, lse: Any) -> tuple[Any, Any]:
     return tuple(xp.where(is_own, part, given) for part, given in zip(parts, (high, low), strict=True))
 
 
-def differentiate(kernel: Kernel, problem: Problem, given: GivenGradients) -> Gradients:
+def backward_by(kernel: Kernel, problem: Problem, given: GivenGradients) -> Gradients:
     """Return the gradients by the backward pass of a kernel. If it returns None, return those of `backward`.
 
     Output and lse are computed again if an |lse| is above `MAX_LSE`.
