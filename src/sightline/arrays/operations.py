@@ -19,13 +19,11 @@ import numpy as np
 
 from ..errors import DtypeError
 
-Array = Any  # an array of NumPy or of a framework; `validation` has checked its type
-
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_COMPARED_BYTES = 1 << 10  # the entries of a larger array are compared by a checksum of 32 bits
 
 
-def _header_address(array: Array) -> int:
+def _header_address(array: Any) -> int:
     """Return the address of a NumPy array's first entry: the field `data` of PyArrayObject in NumPy's C API.
 
     The field follows the head of the Python object. This read takes a quarter of the time that `__array_interface__`
@@ -58,30 +56,30 @@ class Framework:
     has_memory: bool = False
     draw_seed: Callable[[], int] | None = None
 
-    def namespace(self, array: Array) -> Any:
+    def namespace(self, array: Any) -> Any:
         if self is NUMPY and hasattr(np, "astype"):  # NumPy 2.1, which needs no wrapper; its import takes 0.1 s
             return np
         from array_api_compat import array_namespace
 
         return array_namespace(array)
 
-    def to_numpy(self, array: Array) -> Any:
+    def to_numpy(self, array: Any) -> Any:
         return np.asarray(array)
 
     detach = to_numpy
 
-    def min_max(self, array: Array) -> tuple[float, float]:
+    def min_max(self, array: Any) -> tuple[float, float]:
         """Return (smallest, largest) of the array's entries, (NaN, NaN) if any entry is NaN."""
         array = self.to_numpy(array)
         return float(array.min()), float(array.max())
 
     address = staticmethod(numpy_address)  # of the first entry
 
-    def strides(self, array: Array) -> tuple[int, ...] | None:
+    def strides(self, array: Any) -> tuple[int, ...] | None:
         """Return the strides of the array in bytes; None if the array has no strides."""
         return getattr(array, "strides", None)
 
-    def make_empty(self, shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Array]:
+    def make_empty(self, shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Any]:
         """Return a function without arguments that allocates an array in host memory as `operations.empty` does.
 
         `dtype` is a dtype of the library or its name.
@@ -93,7 +91,7 @@ class Framework:
             return lambda: np.empty(memory_shape, dtype).swapaxes(-3, -2)
         return partial(np.empty, shape, dtype)
 
-    def finish_lse(self, lse: Array, output: Array) -> Array:
+    def finish_lse(self, lse: Any, output: Any) -> Any:
         """Return lse, which is float64, as users receive it: float64 if the output is float64, else float32."""
         return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
 
@@ -101,32 +99,32 @@ class Framework:
 class Torch(Framework):
     """torch, whose tensors have a device and a history."""
 
-    def namespace(self, array: Array) -> Any:
+    def namespace(self, array: Any) -> Any:
         from array_api_compat import torch  # torch.compile warns about the caches in array_namespace
 
         return torch
 
-    def to_numpy(self, array: Array) -> Any:
+    def to_numpy(self, array: Any) -> Any:
         array = self.detach(array)
         return (array.float() if str(array.dtype) == "torch.bfloat16" else array).cpu().numpy()
 
-    def detach(self, array: Array) -> Array:
+    def detach(self, array: Any) -> Any:
         return array.detach().resolve_conj().resolve_neg()
 
-    def min_max(self, array: Array) -> tuple[float, float]:
+    def min_max(self, array: Any) -> tuple[float, float]:
         if str(array.dtype) in ("torch.uint16", "torch.uint32"):  # torch's aminmax lacks these dtypes
             return super().min_max(array)
         smallest, largest = array.detach().aminmax()  # without a copy to the host, and with all threads
         return float(smallest), float(largest)
 
-    def address(self, array: Array) -> int:
+    def address(self, array: Any) -> int:
         return array.data_ptr()  # type: ignore[no-any-return]
 
-    def strides(self, array: Array) -> tuple[int, ...] | None:
+    def strides(self, array: Any) -> tuple[int, ...] | None:
         has_strides = "strided" in str(array.layout) and not hasattr(array, "mask")
         return tuple([array.itemsize * stride for stride in array.stride()]) if has_strides else None
 
-    def make_empty(self, shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Array]:
+    def make_empty(self, shape: tuple[int, ...], dtype: Any, heads_in_rows: bool = False) -> Callable[[], Any]:
         torch = sys.modules["torch"]
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         if heads_in_rows:
@@ -136,7 +134,7 @@ class Torch(Framework):
         example = torch.empty((), dtype=dtype, device="cpu").expand(shape)  # it has the memory of one number
         return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
 
-    def finish_lse(self, lse: Array, output: Array) -> Array:
+    def finish_lse(self, lse: Any, output: Any) -> Any:
         return lse if output.dtype == lse.dtype else lse.float()
 
 
@@ -152,7 +150,7 @@ _BY_PACKAGE = {"numpy": NUMPY, "jax": JAX, "jaxlib": JAX}
 _OTHERS: dict[str, Framework] = {}
 
 
-def framework(array: Array) -> Framework:
+def framework(array: Any) -> Framework:
     """Return the library that defines the array's type. Each library has one object, so objects compare by `is`."""
     if isinstance(array, np.ndarray):
         return NUMPY
@@ -195,7 +193,7 @@ def untraced() -> Callable[..., Any]:
     return _untraced
 
 
-def is_traced(array: Array) -> bool:
+def is_traced(array: Any) -> bool:
     """True if the entries of the array are unknown, because torch.compile or JAX traces."""
     return is_compiling() or isinstance(array, getattr(sys.modules.get("jax.core"), "Tracer", ()))
 
@@ -208,27 +206,27 @@ def store_first(values: dict[str, Any], name: str, value: Any) -> Any:
     return values.setdefault(name, value)  # it is atomic
 
 
-def namespace(array: Array) -> Any:
+def namespace(array: Any) -> Any:
     """Return the array-API namespace of the array."""
     return framework(array).namespace(array)
 
 
-def device(array: Array) -> str:
+def device(array: Any) -> str:
     """Return the device of the array as text: "cpu", "cuda:0"; "cpu" for JAX, which places its arrays itself."""
     return str(getattr(array, "device", "cpu")) if framework(array).has_device else "cpu"
 
 
-def device_option(like: Array) -> dict[str, Any]:
+def device_option(like: Any) -> dict[str, Any]:
     """Return the option `device` of a new array in `like`'s library and on its device; {} if there is none to give."""
     return {"device": like.device} if framework(like).has_device else {}
 
 
-def place(array: Array) -> str:
+def place(array: Any) -> str:
     """Return library and device of the array as text, such as "torch on cuda:0"."""
     return f"{framework(array).name} on {device(array)}"
 
 
-def dtype_name(array: Array) -> str:
+def dtype_name(array: Any) -> str:
     """Return the name of the array's dtype without a package: "float32" for NumPy and for torch, for example."""
     if type(array) is np.ndarray:
         return _numpy_name(array.dtype)
@@ -241,7 +239,7 @@ def _numpy_name(dtype: Any) -> str:
     return str(dtype)
 
 
-def check_float_dtype(name: str, array: Array) -> None:
+def check_float_dtype(name: str, array: Any) -> None:
     """Raise DtypeError unless the dtype of the array is in `FLOATS`; `name` is the array's name in the message."""
     if dtype_name(array) not in FLOATS:
         raise DtypeError(f"{name} has dtype {dtype_name(array)}", ", ".join(FLOATS), f"cast {name} to one of these")
@@ -266,17 +264,17 @@ def resolve_dtype(xp: Any, name: str) -> Any:
     return np.dtype(getattr(ml_dtypes, name))
 
 
-def to_numpy(array: Array) -> Any:
+def to_numpy(array: Any) -> Any:
     """Return the array as a NumPy array, without a copy if memory can be shared; torch's bfloat16 becomes float32."""
     return framework(array).to_numpy(array)
 
 
-def to_host(array: Array) -> Array:
+def to_host(array: Any) -> Any:
     """Return the array itself if it lies in host memory, else a NumPy copy of the array."""
     return array if device(array) == "cpu" else to_numpy(array)
 
 
-def convert(array: Array, like: Array) -> Array:
+def convert(array: Any, like: Any) -> Any:
     """Return the array converted to the library and the device of `like`, without a copy if both are on the CPU.
 
     If `array` and `like` come from the same library, `array` itself is returned, even if their devices differ.
@@ -286,7 +284,7 @@ def convert(array: Array, like: Array) -> Array:
     return map_entries(lambda entries: _convert(entries, like), array)
 
 
-def _convert(array: Array, like: Array) -> Array:
+def _convert(array: Any, like: Any) -> Any:
     host = to_numpy(array)
     if not framework(like).has_device:
         return host
@@ -299,21 +297,21 @@ def _convert(array: Array, like: Array) -> Array:
     return xp.asarray(host, device=like.device)
 
 
-def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
+def broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
     """Return the array broadcast to that shape, as a view. Lengths in `shape` may be symbols of torch.compile."""
     if hasattr(array, "expand"):
         return array.expand(shape)
     return (np if isinstance(array, np.ndarray) else namespace(array)).broadcast_to(array, shape)
 
 
-def swap_heads(array: Array) -> Array:
+def swap_heads(array: Any) -> Any:
     """Return a view (..., n, H, d) of an array (..., H, n, d), or the reverse."""
     if hasattr(array, "swapaxes"):
         return array.swapaxes(-3, -2)
     return namespace(array).moveaxis(array, -3, -2)
 
 
-def drop_repeats(array: Array) -> Array:
+def drop_repeats(array: Any) -> Any:
     """Return a view of the array in which every axis of stride 0 has length 1; the array itself if it has no such axis.
 
     Entries repeat along an axis of stride 0. `broadcast_to` makes such axes.
@@ -325,7 +323,7 @@ def drop_repeats(array: Array) -> Array:
     return array[tuple([slice(0, 1) if one else slice(None) for one in repeats])] if any(repeats) else array
 
 
-def map_entries(function: Callable[[Array], Array], array: Array) -> Array:
+def map_entries(function: Callable[[Any], Any], array: Any) -> Any:
     """Return function(array), for a function that computes each entry of the result from one entry of the array.
 
     The function is applied to `drop_repeats(array)`. So a copy does not store entries that repeat, and the result is a
@@ -335,22 +333,22 @@ def map_entries(function: Callable[[Array], Array], array: Array) -> Array:
     return function(array) if entries is array else broadcast_to(function(entries), tuple(array.shape))
 
 
-def detach(array: Array) -> Array:
+def detach(array: Any) -> Any:
     """Return the array without its autograd history. A conjugate or negative view of torch is copied to new memory."""
     return framework(array).detach(array)
 
 
-def address_of(array: Array) -> int:
+def address_of(array: Any) -> int:
     """Return the address of the first entry of an array in CPU memory."""
     return int(framework(array).address(array))
 
 
-def strides_of(array: Array) -> tuple[int, ...]:
+def strides_of(array: Any) -> tuple[int, ...]:
     """Return the strides of an array in bytes; () if it has none."""
     return framework(array).strides(array) or ()
 
 
-def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def memory_layout(array: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return (name of the dtype, shape, strides in bytes) of an array in CPU memory.
 
     Code that was made for the memory layout of one array can read another array only if both layouts are equal.
@@ -358,7 +356,7 @@ def memory_layout(array: Array) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     return dtype_name(array), tuple(array.shape), strides_of(array)
 
 
-def checksum(array: Array) -> bytes | int:
+def checksum(array: Any) -> bytes | int:
     """Return a value that changes with the entries of a NumPy array: the bytes of a small array, else their CRC-32."""
     if array.nbytes <= MAX_COMPARED_BYTES:
         return bytes(array.tobytes())
@@ -366,7 +364,7 @@ def checksum(array: Array) -> bytes | int:
     return zlib.crc32(array.ravel(order="K").view(np.uint8))
 
 
-def empty(shape: tuple[int, ...], name: str, like: Array, heads_in_rows: bool = False) -> Array:
+def empty(shape: tuple[int, ...], name: str, like: Any, heads_in_rows: bool = False) -> Any:
     """Return a new array of that shape and dtype with undefined entries, in `like`'s library and in host memory.
 
     With `heads_in_rows` the axes −3 and −2 are swapped in memory; see `has_heads_in_rows`.
@@ -386,7 +384,7 @@ def is_true(condition: Any) -> bool:
     return bool(guard(condition))
 
 
-def has_heads_in_rows(query: Array) -> bool:
+def has_heads_in_rows(query: Any) -> bool:
     """True if a row of memory holds the heads of a position side by side, as in a view of (B, n, H · d).
 
     The output of such a query has the same order in memory, so that joining its heads to (B, n, H · d) needs no copy.

@@ -491,6 +491,11 @@ class KVCache(StoredRows):
         capacity : int, optional
             Copy the positions to new storage of this capacity. Default: the result reads the storage of this cache, as
             long as this cache does not overwrite it, and copies it before it writes.
+
+        Raises
+        ------
+        ParameterError
+            A number is negative or not whole, `keep` has evicted keys, or drafts wait for `accept`.
         """
         self._check_no_drafts("last")
         if self.prefix is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operations import FLOATS, Array, address_of, dtype_name, framework, namespace, resolve_dtype, strides_of
+from ..arrays.operations import FLOATS, address_of, dtype_name, framework, namespace, resolve_dtype, strides_of
 from ..arrays.row_formats import RowFormat
 
 DOUBLING = 256  # rows up to which the capacity of full storage is doubled
@@ -43,7 +43,7 @@ class Storage:
     squares : (2, 2), a row for keys and one for values: Σ (x − x̂)² and Σ x² of all numbers x that were quantised to x̂
     """
 
-    def __init__(self, key: Array, value: Array, capacity: int, dtype: str, quantized: tuple[str, str] | None) -> None:
+    def __init__(self, key: Any, value: Any, capacity: int, dtype: str, quantized: tuple[str, str] | None) -> None:
         self.widths: tuple[int, int] = key.shape[3], value.shape[3]
         self.squares = np.zeros((2, 2))
         self.row_formats: tuple[RowFormat, RowFormat] | None = None
@@ -56,7 +56,7 @@ class Storage:
         self._is_shared = False  # True if a copy may read the same arrays, which are then copied before a change
         self._hold([_allocate(key, (*key.shape[:2], capacity, width), dtype) for width in widths])
 
-    def _hold(self, arrays: Iterable[Array]) -> None:
+    def _hold(self, arrays: Iterable[Any]) -> None:
         """Use these arrays: one of keys and one of values, or only one of keys, which contains the values."""
         self._arrays = tuple(arrays)
         self.key = self._arrays[0]
@@ -84,7 +84,7 @@ class Storage:
             return False
         return bool(key.shape[2] == value.shape[2] and key.dtype == value.dtype)
 
-    def _fits(self, array: Any, stored: Array, width: int) -> bool:
+    def _fits(self, array: Any, stored: Any, width: int) -> bool:
         if type(array) is not type(stored) or array.ndim != 4:
             return False
         if not (array.dtype == stored.dtype if self.row_formats is None else dtype_name(array) in FLOATS):
@@ -136,7 +136,7 @@ class Storage:
         self._hold([_grow(array, capacity, used) for array in self._arrays])
         self._is_shared = False
 
-    def write(self, key: Array, value: Array, rows: Any) -> None:
+    def write(self, key: Any, value: Any, rows: Any) -> None:
         """Write key[b, :, r] and value[b, :, r] to row rows[b, r] of sequence b. A row of −1 is not written.
 
         `rows` may be an int, the first of the consecutive rows that every sequence gets.
@@ -189,7 +189,7 @@ class Storage:
         return new
 
 
-def is_part(value: Array, key: Array) -> bool:
+def is_part(value: Any, key: Any) -> bool:
     """True if the values are a view of the first numbers of the keys."""
     if framework(value) is not framework(key) or value.dtype != key.dtype or value.shape[:-1] != key.shape[:-1]:
         return False
@@ -198,7 +198,7 @@ def is_part(value: Array, key: Array) -> bool:
     return address_of(value) == address_of(key) and strides_of(value) == strides_of(key)
 
 
-def _allocate(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+def _allocate(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
     """Return zeros with the library and the device of `like`.
 
     Uninitialised memory may hold NaN, and a kernel computes a block a second time if its hidden rows have NaN. The mode
@@ -209,14 +209,14 @@ def _allocate(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
         return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 
-def _grow(array: Array, capacity: int, used: int) -> Array:
+def _grow(array: Any, capacity: int, used: int) -> Any:
     """Return a new array of that capacity with a copy of the first `used` rows. The old array is unchanged."""
     new = _allocate(array, (*array.shape[:2], capacity, array.shape[3]), dtype_name(array))
     new[:, :, :used] = array[:, :, :used]
     return new
 
 
-def _write(target: Array, array: Array, rows: Any) -> None:
+def _write(target: Any, array: Any, rows: Any) -> None:
     b, row = np.nonzero(rows >= 0)
     if b.size:
         target[b, :, rows[b, row]] = namespace(array).astype(array[b, :, row], target.dtype)
@@ -235,7 +235,7 @@ def _write_quantized(storage: Any, array: Any, rows: Any, row_format: RowFormat)
     return sums
 
 
-def _reorder(array: Array, order: Any, used: int, in_place: bool) -> Array:
+def _reorder(array: Any, order: Any, used: int, in_place: bool) -> Any:
     if not in_place:
         new = _allocate(array, (order.size, *array.shape[1:]), dtype_name(array))
         new[:, :, :used] = array[order, :, :used]

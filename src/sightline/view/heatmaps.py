@@ -13,8 +13,8 @@ from ..errors import ShapeError
 from ..statistics.recording import Seen
 from . import plotting
 from .palette import LIGHT
+from .terminal import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Labels = Sequence[str]
 
 MAX_ANNOTATED = 14  # largest number of tokens per side at which every cell shows its weight by default

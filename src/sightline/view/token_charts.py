@@ -10,8 +10,7 @@ import numpy as np
 from ..errors import ShapeError
 from . import plotting
 from .palette import LIGHT
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from .terminal import Array
 
 MAX_LABELS = 64  # largest number of tokens at which every token is labelled, and every key has a bar
 MAX_POSITIONS = 256  # largest number of places along the line; several tokens of a longer text share a place

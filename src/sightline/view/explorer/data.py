@@ -20,10 +20,10 @@ from ...errors import DtypeError, ParameterError, ShapeError
 from ...statistics.per_query import entropy_of
 from ...statistics.recording import labels_by_entry
 from ..heatmaps import pool_cells
+from ..terminal import Array
 from .fitting import fit
 from .page_parts import BASE64_RATIO, choose_levels, count_bytes
 
-Array = np.ndarray[Any, np.dtype[Any]]
 TokenLists = Sequence[str] | Sequence[Sequence[str]]
 
 PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail

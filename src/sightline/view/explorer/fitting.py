@@ -8,17 +8,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...statistics.reduction import cell_lengths
+from ..terminal import Array
 from .page_parts import count_bytes
 
 if TYPE_CHECKING:
     from .data import Exploration, Links, ShownLayer
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 LEAST_LEVELS = 63  # levels of a layer with all its weights, on a page whose other layers have lost their links

@@ -13,6 +13,7 @@ import numpy as np
 from ...arrays.operations import to_numpy
 from ...errors import ParameterError
 from ...statistics import arrays_of
+from ..terminal import Array
 from .data import (
     PAGE_BYTES,
     TOP_ENTRIES,
@@ -27,8 +28,6 @@ from .data import (
     text_name,
 )
 from .fitting import fit
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 REQUIRED_STATISTICS = ("pooled", "top_k", "entropy", "received")
 CURE = "see=sightline.OVERVIEW, the default of watch, or see=[sightline.weights()]"

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..palette import THEMES, css_variables, rgb
+from ..terminal import Array
 
 if TYPE_CHECKING:
     from .data import Exploration, Links, ShownLayer
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
 BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
 # numbers of levels from the finest to the coarsest: 16 bits, 12 bits, 8 bits, then fewer levels
