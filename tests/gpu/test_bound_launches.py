@@ -16,8 +16,8 @@ import ahead_of_time
 from sightline.call.kernel import GivenGradients
 from sightline.formula.parameters import structure_of
 from sightline.gpu import Triton
-from sightline.gpu.launch.bound_launches import BoundLaunches
-from sightline.gpu.launch.launches import REDUCED_STAGES, LaunchBinder
+from sightline.gpu.launch.bound_launches import BoundLaunches, LaunchBinder
+from sightline.gpu.launch.launches import REDUCED_STAGES
 
 TARGET = "sm_90"
 

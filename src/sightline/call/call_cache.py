@@ -7,7 +7,7 @@ call up by `CallLookup.find_or_run`, and runs it. A call that is not found needs
 call: all checks, the choice of a kernel, and its planning. Calls that differ only in lengths and strides form a family,
 such as the steps of a decoding loop. A call of a known family is bound for its lengths without the full dispatch. The
 entries and families of the CPU's kernels are in `cpu.launch.forward_entry`, those of Triton's kernels in
-`gpu.launch.entries`.
+`gpu.launch.bound_launches`.
 
 A repeated call takes from an earlier call what follows from the key: the kernel, the values of its bound arguments
 (lengths, strides, offsets of batches), and the checks of shapes, dtypes and options. The key has the type, dtype, shape

@@ -22,7 +22,7 @@ from ..kernels.backward_keys import backward_keys
 from ..kernels.backward_queries import backward_queries
 from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BITS, SLOTS
 from .arguments import GpuOperands, to_operand
-from .entries import Launched
+from .bound_launches import RecordedCall
 from .forward import nan_safe_launch, small_sizes
 from .launches import KernelLaunch, run_launches
 from .tile_schedule import make_schedule
@@ -86,7 +86,7 @@ def backward(problem: Problem, given: GivenGradients, architecture: str | None) 
     make_entry = None
     if not lookups and problem.sinks is None and d_lse is None and not given.statistics.formulas:
         inputs = {"output": output, "d_output": arrays["d_output"].start, "lse": arrays["lse"]}
-        make_entry = Launched(problem, done, problem.tables, [d_query, d_key, d_value], inputs).make_entry
+        make_entry = RecordedCall(problem, done, problem.tables, [d_query, d_key, d_value], inputs).make_entry
     terms = [
         (lookup.slot, array if lookup.kind == "pair" else _sum_slots(array))
         for lookup, array in zip(lookups, sums, strict=True)

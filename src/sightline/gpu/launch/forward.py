@@ -16,7 +16,7 @@ from ..configurations import Configuration, architecture_of, select
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
 from .arguments import GpuOperands
-from .entries import Launched
+from .bound_launches import RecordedCall
 from .launches import KernelLaunch, run_launches
 from .tile_schedule import make_schedule
 from .weights_pass import GpuFusedStatistics, compute_statistics
@@ -51,7 +51,7 @@ def run(problem: Problem, architecture: str | None) -> Result:
 
 def record_forward(
     problem: Problem, fused_statistics: GpuFusedStatistics, launches: Iterable[KernelLaunch], output: Any, lse: Any
-) -> Launched | None:
+) -> RecordedCall | None:
     """Run the launches. Return their record; None if other kernels must compute some statistics.
 
     The results of the record are output, lse, and the arrays of every statistic except lse.
@@ -63,7 +63,7 @@ def record_forward(
         if arrays is None:
             return None
         results += arrays
-    return Launched(problem, done, collect_tables(problem, fused_statistics.formulas), results)
+    return RecordedCall(problem, done, collect_tables(problem, fused_statistics.formulas), results)
 
 
 def attention_launches(
