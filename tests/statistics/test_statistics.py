@@ -680,8 +680,8 @@ STATISTICS = {
     "cells of equal size": (
         Fault(
             reduction.Reduction.cell_sizes,
-            "np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)",
-            "np.full((rows, columns), cell_lengths(*down, rows).mean() * cell_lengths(*across, columns).mean())",
+            "np.outer(np.diff(cell_edges(*down, rows)), np.diff(cell_edges(*across, columns))).astype(np.float64)",
+            "np.full((rows, columns), (down[1] - down[0]) / rows * (across[1] - across[0]) / columns)",
         ),
         sightline.pooled(6, 11),
     ),

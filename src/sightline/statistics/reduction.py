@@ -372,7 +372,7 @@ class Reduction(Statistic):
     def cell_sizes(self, n: int, m: int) -> Any:
         """Return the number of pairs in each cell, a NumPy array (rows, columns)."""
         (down, across), (rows, columns) = self.rectangle(n, m), self.grid(n, m)
-        return np.outer(cell_lengths(*down, rows), cell_lengths(*across, columns)).astype(np.float64)
+        return np.outer(np.diff(cell_edges(*down, rows)), np.diff(cell_edges(*across, columns))).astype(np.float64)
 
     def merge(self, parts: Sequence[KeyPart], lse: Any) -> list[Any]:
         if self.fused_role == "max_score":
@@ -480,9 +480,9 @@ def cell_of(position: Any, length: int, cells: int) -> Any:
     return ((position + 1) * cells - 1) // length
 
 
-def cell_lengths(first: int, stop: int, cells: int) -> Any:
-    """Return the number of positions in each cell, a NumPy array. The cells divide the positions first ≤ p < stop."""
-    return np.diff(np.arange(cells + 1) * (stop - first) // max(cells, 1))
+def cell_edges(first: int, stop: int, cells: int) -> Any:
+    """Return the first position of each cell, then `stop`: a NumPy array. The cells divide first ≤ p < stop."""
+    return first + np.arange(cells + 1) * (stop - first) // max(cells, 1)
 
 
 def times_factor(x: Expression, factor: Expression) -> Expression:

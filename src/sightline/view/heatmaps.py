@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays.operations import to_numpy
 from ..errors import ShapeError
 from ..statistics.recording import Seen
+from ..statistics.reduction import cell_edges
 from . import plotting
 from .palette import LIGHT
 from .terminal import Array
@@ -110,7 +111,7 @@ def pool_cells(values: Any, max_cells: int) -> Any:
     for axis in (0, 1):
         length = values.shape[axis]
         if length > max_cells:
-            edges = np.arange(max_cells + 1) * length // max_cells
+            edges = cell_edges(0, length, max_cells)
             sums = np.add.reduceat(values, edges[:-1], axis=axis)
             values = sums / np.expand_dims(np.diff(edges), 1 - axis)
     return values

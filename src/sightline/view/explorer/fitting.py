@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...statistics.reduction import cell_lengths
+from ...statistics.reduction import cell_edges
 from ..terminal import Array
 from .page_parts import count_bytes
 
@@ -118,7 +118,7 @@ def halve(cells: Array, n: int, m: int, how: str) -> Array:
     for axis, length in ((1, n), (2, m)):
         count = cells.shape[axis]
         if count % 2 == 0:
-            sizes = np.expand_dims(cell_lengths(0, length, count), 2 - axis)
+            sizes = np.expand_dims(np.diff(cell_edges(0, length, count)), 2 - axis)
             weighted = cells if how == "max" else cells * sizes
             pairs = (weighted.take(np.arange(start, count, 2), axis) for start in (0, 1))
             joined = np.expand_dims(sizes.reshape(-1, 2).sum(1), 2 - axis)

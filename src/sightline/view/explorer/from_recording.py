@@ -13,6 +13,7 @@ import numpy as np
 from ...arrays.operations import to_numpy
 from ...errors import ParameterError
 from ...statistics import arrays_of
+from ...statistics.reduction import cell_edges
 from ..terminal import Array
 from .data import (
     PAGE_BYTES,
@@ -205,11 +206,11 @@ def _join_cells(run: Sequence[Any], cells: Sequence[Array]) -> Array:
     that overlap it, weighted by the number of pairs (i, j) in the overlap.
     """
     (start, stop), n = _key_span(run), sum(call.n for call in run)
-    edges = _edges(0, n, min(_side(run), n)), _edges(start, stop, min(_side(run), stop - start))
+    edges = cell_edges(0, n, min(_side(run), n)), cell_edges(start, stop, min(_side(run), stop - start))
     sums, row = np.zeros((len(cells[0]), *(len(each) - 1 for each in edges))), 0
     for call, array in zip(run, cells, strict=True):
-        down = _overlaps(edges[0], _edges(row, row + call.n, array.shape[1]))
-        across = _overlaps(edges[1], _edges(call.key_start, call.key_start + call.m, array.shape[2]))
+        down = _overlaps(edges[0], cell_edges(row, row + call.n, array.shape[1]))
+        across = _overlaps(edges[1], cell_edges(call.key_start, call.key_start + call.m, array.shape[2]))
         # einsum of two arrays, because a product by the threads of BLAS takes 50 ms if other programs keep them busy
         sums += np.einsum("hrb,cb->hrc", np.einsum("ra,hab->hrb", down, array), across)
         row += call.n
@@ -220,11 +221,6 @@ def _join_cells(run: Sequence[Any], cells: Sequence[Array]) -> Array:
 def _side(run: Sequence[Any]) -> int:
     """Return the largest number of cells along an axis of the calls' pooled maps."""
     return max(length for call in run for length in call["pooled"].shape[-2:])  # type: ignore[no-any-return]
-
-
-def _edges(first: int, stop: int, count: int) -> Array:
-    """Return the first position of each of `count` cells, then `stop`. `pooled` divides positions into such cells."""
-    return first + np.arange(count + 1) * (stop - first) // count
 
 
 def _overlaps(edges: Array, others: Array) -> Array:
