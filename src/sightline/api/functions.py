@@ -17,7 +17,7 @@ from ..call.explanation import Explanation
 from ..call.foreign_arguments import refuse_arguments
 from ..call.kernel import choose
 from ..call.problem import Options, Problem, parse, validate
-from ..call.request import describe
+from ..call.request import Request, describe
 from ..call.validation import AxisOrder, fold_scale, read_score, split_names, to_heads_first
 from ..formula.expression import Expression
 from ..formula.from_function import refuse_draws
@@ -25,6 +25,7 @@ from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays, unpack_cache
 from ..kv_cache.query_positions import name_queries, read_functions
 from ..statistics import Statistic, Tile, average_results, scores
+from ..statistics.dispatch import formulas_of
 from ..statistics.restriction import restrict
 from .kernels import KERNELS, solve, to_caller
 from .shared_prefix import attend_in_parts, can_merge
@@ -168,29 +169,33 @@ def attend(query: Any, key: Any, value: Any, options: Options) -> Any:
 
 def _attend_to_arrays(query: Any, key: Any, value: Any, options: Options) -> Any:
     """Do what `attend` does for arrays, or for a cache without a prefix."""
-    request, is_eager = None, not arrays.is_compiling()
-    if is_eager:  # the first trace adds torch's types to those that `describe` reads, and every trace takes one path
-        keys, values, of_rows = key, value, options
-        if value is None and type(key) is KVCache:
-            keys, values, of_rows = as_arrays(query, key, options) or (key, value, options)
-        request = describe(query, of_rows)
-        if request is not None:
-            answer, request = call_cache.answer(request, (query, keys, values))
-            if answer is not None:
-                if options.see is None:
-                    return answer[0]
-                if True in [one.is_mean for one in options.see]:
-                    (output, seen), has_heads = answer, query.ndim > 3
-                    return output, average_results(options.see, seen, output.ndim - 2 - has_heads, has_heads)
-                return answer
-        refuse_draws(options.mask, options.score)
+    if arrays.is_compiling():  # the first trace adds torch's types to those that `describe` reads
+        return _dispatch(query, key, value, options, None)
+    keys, values, of_rows = key, value, options
+    if value is None and type(key) is KVCache:
+        keys, values, of_rows = as_arrays(query, key, options) or (key, value, options)
+    request = describe(query, of_rows)
     if request is not None:
-        key, value = keys, values
-        formulas = mask, score, *_ = request.formulas()
-        options = of_rows.replace(mask=mask, score=score)
-    elif hasattr(options.score, "dtype"):
+        answer, request = call_cache.answer(request, (query, keys, values))
+        if answer is not None:
+            if options.see is None:
+                return answer[0]
+            if True in [one.is_mean for one in options.see]:
+                (output, seen), has_heads = answer, query.ndim > 3
+                return output, average_results(options.see, seen, output.ndim - 2 - has_heads, has_heads)
+            return answer
+    refuse_draws(options.mask, options.score)
+    if request is None:
+        return _dispatch(query, key, value, options, None)
+    mask, score, *_ = request.formulas()
+    return _dispatch(query, keys, values, of_rows.replace(mask=mask, score=score), request)
+
+
+def _dispatch(query: Any, key: Any, value: Any, options: Options, request: Request | None) -> Any:
+    """Do what `attend` does for a call that the call cache has not answered, and store it if there is a `request`."""
+    if request is None and hasattr(options.score, "dtype"):
         options = options.replace(score=bias(options.score))
-    library = arrays.framework(query)
+    library, is_eager = arrays.framework(query), not arrays.is_compiling()
     if library is arrays.TORCH:
         is_first = is_eager and "sightline.torch.dispatch" not in sys.modules
         from ..torch import dispatch  # an import statement, because torch.compile can trace it
@@ -212,6 +217,7 @@ def _attend_to_arrays(query: Any, key: Any, value: Any, options: Options) -> Any
         result = solve(problem)
         answer = to_caller(problem, result, options.see)
         if request is not None:
+            formulas = options.mask, options.score, *formulas_of(request.see)
             call_cache.FirstCall(request, formulas, (query, key, value), problem, result).store()
     output, seen = answer
     return output if options.see is None else (output, seen)
