@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from sightline.call.explanation import format_amount
 from sightline.cli.console import make_table
 from sightline.cli.timing import speedups
 
@@ -48,8 +49,8 @@ def _contender_cells(row: Row) -> list[dict[str, Any]]:
             "": Text(each.contender, style="red" if each.is_wrong else "bold" if each.is_ours else ""),
             "time": format_duration(each.median),
             "fastest": format_duration(min(each.seconds)),
-            "rate": format_amount(problem.work / each.median, problem.unit) if problem.work else "",
-            "memory": "" if each.memory is None else format_amount(each.memory, "B"),
+            "rate": format_amount(problem.work / each.median, 1000, problem.unit) if problem.work else "",
+            "memory": "" if each.memory is None else format_amount(each.memory, 1024, "B"),
             "ratio": format_ratio(ratios[each.contender]),
             "target": targets.get(each.contender, ""),
         }
@@ -70,7 +71,7 @@ def _problem_cells(row: Row) -> dict[str, Any]:
         cells[f"over {beside.name}"] = format_ratio(times[beside.name].ratio(ours))
     if ours and problem.is_series:
         cells["per token"] = format_duration(ours.median / problem.n)  # type: ignore[attr-defined]
-        cells["memory"] = "–" if ours.memory is None else format_amount(ours.memory, "B")
+        cells["memory"] = "–" if ours.memory is None else format_amount(ours.memory, 1024, "B")
     return cells
 
 
@@ -138,18 +139,6 @@ def format_duration(seconds: float) -> str:
     """Return a number of seconds as text, with three digits and the unit s, ms, µs or ns."""
     unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)) if seconds >= pair[1]), ("ns", 1e-9))
     return f"{seconds / size:.3g} {unit}"
-
-
-def format_amount(value: float, unit: str) -> str:
-    """Return a number of FLOP/s, B/s or B as text, with three digits, a prefix and the unit.
-
-    The prefixes are powers of 1024 for B and powers of 1000 for other units.
-    """
-    step, prefixes = (1024, ("", "Ki", "Mi", "Gi")) if unit == "B" else (1000, ("", "k", "M", "G", "T"))
-    power = 0
-    while abs(value) >= step and power < len(prefixes) - 1:
-        value, power = value / step, power + 1
-    return f"{value:.3g} {prefixes[power]}{unit}" if value < 999.5 else f"{value:.0f} {prefixes[power]}{unit}"
 
 
 def format_ratio(ratio: float) -> str:

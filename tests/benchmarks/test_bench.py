@@ -240,8 +240,8 @@ def test_first_calls():
 TEXTS = {
     format_duration: {1.5: "1.5 s", 0.0123456: "12.3 ms", 9.96e-6: "9.96 µs", 3e-7: "300 ns"},
     format_ratio: {0.00123: "0.0012×", 0.25: "0.25×", 1.5: "1.50×", 12.34: "12.3×"},
-    lambda rate: format_amount(rate, "FLOP/s"): {2.32e11: "232 GFLOP/s", 5.8e10: "58 GFLOP/s"},
-    lambda memory: format_amount(memory, "B"): {1536: "1.5 KiB", 1023: "1023 B"},
+    lambda rate: format_amount(rate, 1000, "FLOP/s"): {2.32e11: "232 GFLOP/s", 5.8e10: "58 GFLOP/s"},
+    lambda memory: format_amount(memory, 1024, "B"): {1536: "1.5 KiB", 1023: "0.999 KiB", 512: "512 B"},
 }
 
 
