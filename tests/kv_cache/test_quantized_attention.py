@@ -191,10 +191,10 @@ FAULTS = {
 
 
 def check_cache(seed=3):
-    """Stored numbers and attention of caches of every dtype, with several groups and odd widths."""
+    """Stored numbers and attention of caches of every dtype: several groups, odd widths, and rows that fill pairs."""
     rng = np.random.default_rng(seed)
     for dtype in QUANTIZED:
-        for widths in ((160, 97), (96, 160)):
+        for widths in ((160, 97), (96, 160), (64, 96)):
             query, key, value = random_arrays(rng, widths, length=70)
             cache = filled_cache(key, value, dtype=dtype)
             stored = cache.dequantized()

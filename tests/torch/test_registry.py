@@ -69,7 +69,8 @@ def test_compiled_calls(backend, name, dtype):
     attention.restore_flash_attention_impl()
     theirs, expected = differentiated(compiled, given, **options), differentiated(attend, given, **options)
     torch.testing.assert_close(theirs + ours, expected * 2, rtol=bound, atol=bound)
-    assert not any(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    are_equal = [torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)]
+    assert not (all if dtype is torch.bfloat16 else any)(are_equal)  # a few numbers of 8 bits may all round alike
 
 
 def check_operators():
