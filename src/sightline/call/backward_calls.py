@@ -1,7 +1,7 @@
 """Repeated backward passes: entries of backward passes, kept beside the cached forward call.
 
 An entry is a backward pass that lacks only its inputs. Torch's graph, `attention_vjp` and compiled programs of JAX hold
-a `BackwardPasses`. Its method `differentiate` gets the `BackwardInputs` of one backward pass, and calls
+a `BackwardPasses`. `differentiate` takes these steps. Torch's graph, which may use its operator, takes them itself:
 
     repeat    which runs the entry of an earlier pass, found by `CallLookup.find_or_run`, or if there is none:
     dispatch  the full dispatch of the caller: all checks, the choice of a kernel, and its planning
