@@ -60,7 +60,7 @@ from .arguments import (
     with_contiguous_rows,
 )
 from .bound_call import BoundCall, PreparedCall
-from .forward import forward, make_output
+from .forward import forward, make_results
 
 BACKWARD_SUMS = ("d_query", "d_key", "d_value")  # the sums that become the gradients of the operands
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
@@ -350,8 +350,8 @@ def _sum_over_keys(problem: Problem, gradients: StatisticGradients, processor: P
     assert gradients.weights is not None
     product = library.sum(times_factor(p, gradients.weights), over=j)
     narrow = problem.with_statistics(product, value=value)
-    fused, lse = CpuFusedStatistics(narrow, unread), np.empty((*problem.batch_shape, problem.H, problem.n))
-    call = forward(narrow, make_output(narrow), lse, processor, fused)
+    fused = CpuFusedStatistics(narrow, unread)
+    call = forward(narrow, *make_results(narrow), processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query), call
 
 
@@ -359,7 +359,7 @@ def _recompute_output(problem: Problem, processor: Processor) -> tuple[Any, Any,
     """Return output and lse without the rounding to half precision, and the bound call on widened operands."""
     operands = widen(problem.query, problem.key, problem.value)
     wide = replace(problem, see=(), **dict(zip(OPERANDS, operands, strict=True)))
-    output, lse = make_output(wide), np.empty((*problem.batch_shape, problem.H, problem.n))
+    output, lse = make_results(wide)
     return output, lse, forward(wide, output, lse, processor, CpuFusedStatistics(wide))
 
 

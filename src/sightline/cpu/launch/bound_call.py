@@ -174,14 +174,16 @@ class BoundCall:
 
         Return 1 if the kernel set `imprecise_lse_flag`, else 0; None if its outputs are not valid.
 
-        arrays : the arrays by their names in `call_fields`, besides query, key and value; None or left out for no array
+        arrays : the arrays by their names in `call_fields`, besides query, key, value and sinks; None or left out for
+            no array
         outputs : the arrays that are not among the fields
         """
         problem = arguments.problem
         lengths = self.find_length_words(problem.m)
         assert lengths is not None
         assert arrays.keys() <= {*self.call_fields}, f"{arrays.keys() - {*self.call_fields}} are no fields"
-        given = {**arguments.arrays, **arrays}
+        sinks = None if problem.sinks is None else convert_sinks(problem.sinks)
+        given = {**arguments.arrays, "sinks": sinks, **arrays}
         words = {name: address_of(array) for name, array in given.items() if array is not None}
         words |= dict(zip(self.length_fields, lengths, strict=True)) | {"seed": signed_word(problem.seed)}
         tables, results = ([address_of(array) for array in own] for own in (arguments.tables, outputs))
@@ -194,15 +196,6 @@ class BoundCall:
         keep_alive = arguments.keep_alive, *given.values(), outputs, self.keep_alive, buffer.array
         self.processor.call(self.kernel, buffer.array[: self.template.size], count, keep_alive)
         return None if buffer.word("nonfinite_flag") else buffer.word("imprecise_lse_flag")
-
-
-def run_forward(
-    call: BoundCall, arguments: KernelArguments, output: Any, lse: Any, outputs: Sequence[Any] = ()
-) -> int | None:
-    """Run a forward or decoding call, and return the result of `BoundCall.run_first`."""
-    sinks = arguments.problem.sinks
-    arrays = {"output": output, "lse": lse, "sinks": None if sinks is None else convert_sinks(sinks)}
-    return call.run_first(arguments, arrays, outputs)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from ..kernels.decode_rows import UNROLL
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from .arguments import CpuFusedStatistics, KernelArguments, has_unit_stride, output_strides
-from .bound_call import BoundCall, run_forward
+from .bound_call import BoundCall
 from .call_family import CallFamily
 from .product_rates import machine_for
 
@@ -66,7 +66,7 @@ def decode(
     arguments = KernelArguments(problem, processor, MAX_ROWS_PER_ITEM, group=problem.group, unread=fused.unread)
     arguments.specify("decode", unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
     call = BoundDecode(arguments)
-    if run_forward(call, arguments, output, lse, fused.arrays) is None:
+    if call.run_first(arguments, {"output": output, "lse": lse}, fused.arrays) is None:
         return None
     call.family = CallFamily.of(arguments, BoundDecode)
     return call

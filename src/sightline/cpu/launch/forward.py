@@ -19,7 +19,7 @@ from ..runtime.processor import Processor
 from ..runtime.thread_count import available_processors
 from . import weights_pass
 from .arguments import CpuFusedStatistics, KernelArguments, output_strides, prepare, write_kernel
-from .bound_call import BoundCall, run_forward
+from .bound_call import BoundCall
 from .call_family import CallFamily
 from .decode import can_decode, decode
 from .forward_entry import keep_forward
@@ -29,8 +29,7 @@ MIN_ITEMS_PER_PROCESSOR = 2  # so that threads end at about the same time
 
 def run(problem: Problem, processor: Processor) -> Result:
     """Return output, lse and statistics of a problem from the generated kernels."""
-    output = make_output(problem)
-    lse = np.empty((*problem.batch_shape, problem.H, problem.n), np.float64)
+    output, lse = make_results(problem)
     fused_statistics = CpuFusedStatistics(problem)
     bound_call: BoundCall | None = None
     if lse.size:
@@ -47,10 +46,10 @@ def run(problem: Problem, processor: Processor) -> Result:
     )
 
 
-def make_output(problem: Problem) -> Any:
-    """Return the array that the kernel of a problem writes its output to."""
-    shape = *problem.query.shape[:-1], problem.d_v
-    return empty(shape, problem.dtype, problem.query, has_heads_in_rows(problem.query))
+def make_results(problem: Problem) -> tuple[Any, Any]:
+    """Return the arrays that the kernel of a problem writes output and lse to."""
+    rows, in_rows = problem.query.shape[:-1], has_heads_in_rows(problem.query)
+    return empty((*rows, problem.d_v), problem.dtype, problem.query, in_rows), np.empty(rows)
 
 
 def source(problem: Problem, processor: Processor) -> str:
@@ -66,7 +65,7 @@ def forward(problem: Problem, output: Any, lse: Any, processor: Processor, fused
     """Fill output, lse and the arrays of the statistics `fused`, and return the call for repetition."""
     arguments = _prepare(problem, processor, fused)
     call = _bind(arguments)
-    run_forward(call, arguments, output, lse, fused.arrays)
+    call.run_first(arguments, {"output": output, "lse": lse}, fused.arrays)
     call.family = None if arguments.spec.extra_formulas else CallFamily.of(arguments, _bind)
     return call
 
