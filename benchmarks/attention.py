@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sightline.arrays.caching import cached_property
-from sightline.arrays.operations import itemsize, resolve_dtype
+from sightline.arrays.operations import Array, itemsize, resolve_dtype
 from sightline.formula.expression import SYMBOLS, Expression
 from sightline.formula.tables import Table
 from sightline.formula.tile_ranges import count_pairs
@@ -28,7 +28,6 @@ from sightline.statistics import Statistic, pooled
 from . import check
 from .core import SEED, Call, Problem
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Passes = Literal["forward", "backward", "forward and backward"]
 
 BOTH: Passes = "forward and backward"

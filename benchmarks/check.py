@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sightline.arrays.operations import resolve_dtype
+from sightline.arrays.operations import Array, resolve_dtype
 from sightline.call.partition.parts import part_of
 from sightline.call.problem import Problem, make_problem
 from sightline.formula.evaluate_array import evaluate_dense
@@ -28,7 +28,6 @@ from .core import SEED, Results
 if TYPE_CHECKING:
     from .attention import Attention, Inputs
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
 CHECKED_ROWS = 64  # number of queries that are checked in each of two heads
 OPERANDS = ("query", "key", "value")

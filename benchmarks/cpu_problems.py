@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from sightline.arrays.operations import Array
 from sightline.formula.expression import SYMBOLS
 from sightline.statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
 
-from .attention import BOTH, CAUSAL, Array, Attention, Inputs, document_lengths, documents, padding, window
+from .attention import BOTH, CAUSAL, Attention, Inputs, document_lengths, documents, padding, window
 from .contenders import FLEX_ON_CPU, SIGHTLINE, TORCH, prepare_sightline, prepare_torch, variant
 from .core import Call, Contender, Problem, Results
 from .first_calls import FIRST_CALL

@@ -155,8 +155,8 @@ def shared_class_names(folder):
 
 
 def test_no_two_classes_share_a_public_name(tmp_path):
-    """Two classes are layers for torch and for Keras, one is a callback for three trainers. `Array` is a type alias."""
-    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention", "MonitorCallback", "Array"}
+    """Two classes are layers for torch and for Keras, one is a callback for three trainers."""
+    assert shared_class_names(SOURCE) == {"ScaledDotProductAttention", "MultiHeadAttention", "MonitorCallback"}
     text = "class A: ...\nclass _B: ...\nLengths = tuple[int, ...]\n"
     assert shared_class_names(package(tmp_path / "planted", one=text, two=text)) == {"A", "Lengths"}
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import DtypeError
 
+Array = np.ndarray[Any, np.dtype[Any]]  # an array of NumPy, for annotations
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_COMPARED_BYTES = 1 << 10  # the entries of a larger array are compared by a checksum of 32 bits
 

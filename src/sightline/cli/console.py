@@ -12,11 +12,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from ..arrays.operations import Array
 from ..view.formula_pictures import Picture
 from ..view.palette import text_on, to_hex
 from ..view.terminal import SHADES, colour_of
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_WIDTH = 100  # largest number of columns of the console, since longer lines are hard to read
 MAX_ROWS = 11  # largest number of rows of a matrix

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..api.functions import attention, explain
+from ..arrays.operations import Array
 from ..call.problem import make_problem
 from ..data import Activations, Layer, load
 from ..formula.expression import Expression
@@ -27,7 +28,7 @@ from ..formula.library import padding
 from ..reference.accuracy import budget_used, compute_baseline, term_sizes
 from ..statistics import lse, weights
 from . import head_patterns
-from .console import Array, key_value_table, make_console, make_table, note, progress, section, weight_map
+from .console import key_value_table, make_console, make_table, note, progress, section, weight_map
 from .timing import format_speedups, interleave, speedups, time_calls
 
 PICTURE_PATH = "sightline-demo.png"

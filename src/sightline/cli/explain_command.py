@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..arrays.operations import Array
 from ..formula.expression import Expression
 from ..view.formula_pictures import formula_picture
 from .byte_pair_encoding import Tokenization, learn_merges
 from .console import (
     ELLIPSIS,
-    Array,
     make_console,
     make_table,
     matrix,

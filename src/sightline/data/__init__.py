@@ -5,15 +5,14 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from importlib.resources import as_file, files
-from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import Array
 from ..errors import ParameterError
 
 __all__ = ["NAMES", "Activations", "Layer", "load"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
 NAMES = ("minilm_cat", "minilm_moby")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import numpy as np
 
 from ..arrays.caching import cached_property
-from ..arrays.operations import drop_repeats, dtype_name, framework, map_entries, to_host, to_numpy
+from ..arrays.operations import Array, drop_repeats, dtype_name, framework, map_entries, to_host, to_numpy
 from ..arrays.unreadable import check_kind, is_array
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Constant, Expression, Lookup, as_expression, example_indices, intern
@@ -21,7 +21,6 @@ from .tensor_cache import TensorCache
 if TYPE_CHECKING:
     from .batch_axes import BatchAxes
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Level = tuple[int, ...]  # per axis, log2 of the block's width
 
 BASE_LEVEL = 4  # blocks up to 2⁴ wide are reduced from the table, wider blocks from blocks that are 2⁴ wide

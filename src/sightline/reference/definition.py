@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import convert, namespace, resolve_dtype, to_numpy
+from ..arrays.operations import Array, convert, namespace, resolve_dtype, to_numpy
 from ..call.kernel import Kernel, Result
 from ..call.problem import Problem
 from ..formula.evaluate_array import evaluate_dense
 from ..statistics import Tile, accumulate_statistics
 from .dropout import keep_factor
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)

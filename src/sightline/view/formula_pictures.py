@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import Array
 from ..errors import MissingExtraError, ParameterError
 from ..formula.evaluate_array import evaluate_at
 from ..formula.expression import Expression
@@ -23,7 +24,6 @@ from ..formula.formula_checks import check_formula
 from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import make_box
 from . import plotting, terminal
-from .terminal import Array
 
 SAMPLES_PER_SIDE = 8  # largest number of sampled points per side of a cell
 FILE_CELLS = 256  # largest number of cells per side of a picture in a file

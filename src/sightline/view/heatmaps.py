@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.operations import to_numpy
+from ..arrays.operations import Array, to_numpy
 from ..errors import ShapeError
 from ..statistics.recording import Seen
 from ..statistics.reduction import cell_edges
 from . import plotting
 from .palette import LIGHT
-from .terminal import Array
 
 Labels = Sequence[str]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import Array
 from .palette import DARK, RGB, interpolate, rgb
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 WIDE_CELLS = 32  # largest number of cells per side that are two characters wide, and of shaded cells per side
 SHADES = "░▒▓█"

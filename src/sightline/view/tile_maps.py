@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import Array
 from ..call.validation import read_mask
 from ..errors import MaskError, ParameterError
 from ..formula.expression import Expression
@@ -13,7 +14,6 @@ from ..formula.tile_ranges import find_tile_ranges
 from . import plotting
 from .formula_pictures import validate_extent
 from .palette import LIGHT
-from .terminal import Array
 
 MAX_TILES = 512  # largest number of tiles per side; more queries or keys get larger tiles
 MAX_LINED_TILES = 64  # largest number of tiles per side at which lines separate the tiles

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.operations import Array
 from ..errors import ShapeError
 from . import plotting
 from .palette import LIGHT
-from .terminal import Array
 
 MAX_LABELS = 64  # largest number of tokens at which every token is labelled, and every key has a bar
 MAX_POSITIONS = 256  # largest number of places along the line; several tokens of a longer text share a place

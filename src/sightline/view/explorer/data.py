@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import to_numpy
+from ...arrays.operations import Array, to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
 from ...statistics.per_query import entropy_of
 from ...statistics.recording import labels_by_entry
 from ..heatmaps import pool_cells
-from ..terminal import Array
 from .fitting import fit
 from .page_parts import BASE64_RATIO, choose_levels, count_bytes
 

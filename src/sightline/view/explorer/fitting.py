@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...arrays.operations import Array
 from ...statistics.reduction import cell_edges
-from ..terminal import Array
 from .page_parts import count_bytes
 
 if TYPE_CHECKING:

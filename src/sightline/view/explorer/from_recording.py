@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.operations import to_numpy
+from ...arrays.operations import Array, to_numpy
 from ...errors import ParameterError
 from ...statistics import arrays_of
 from ...statistics.reduction import cell_edges
-from ..terminal import Array
 from .data import (
     PAGE_BYTES,
     TOP_ENTRIES,

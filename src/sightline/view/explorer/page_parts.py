@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...arrays.operations import Array
 from ..palette import THEMES, css_variables, rgb
-from ..terminal import Array
 
 if TYPE_CHECKING:
     from .data import Exploration, Links, ShownLayer
