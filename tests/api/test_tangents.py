@@ -19,7 +19,7 @@ from sightline.cpu import Cpu
 from sightline.cpu.kernels.tangent import Tangent
 from sightline.cpu.launch import tangent as launch
 from sightline.errors import DtypeError, ParameterError, ShapeError
-from sightline.reference import streaming_tangent
+from sightline.reference import streaming
 from sightline.reference.definition import compute_stages
 from sightline.reference.dropout import keep_factor
 from sightline.reference.testing import assert_within_budget
@@ -125,7 +125,7 @@ def by_kernel(problem, tangents, threads=None):
 
 def by_streaming(problem, tangents):
     result = Cpu().run(problem)
-    return streaming_tangent.tangent(problem, tangents, (result.output, result.lse))
+    return streaming.tangent(problem, tangents, (result.output, result.lse))
 
 
 def check(drawn, compute, names):

@@ -14,7 +14,7 @@ from ..call.kernel import GivenGradients, Gradients, Kernel, Plan, Result, Tange
 from ..call.problem import Problem
 from ..cpu import Cpu
 from ..gpu import Triton
-from ..reference import streaming, streaming_tangent
+from ..reference import streaming
 from ..reference.definition import Reference
 from ..reference.gathered_keys import Gather
 from ..reference.streaming import Streaming
@@ -55,7 +55,7 @@ def push_forward(problem: Problem, plan: Plan, tangents: Tangents, saved: tuple[
     `saved` is (output, lse) of the forward pass by `plan`.
     """
     found = plan.kernel.tangent(problem, tangents, saved)
-    return streaming_tangent.tangent(problem, tangents, saved) if found is None else found
+    return streaming.tangent(problem, tangents, saved) if found is None else found
 
 
 def to_caller(problem: Problem, result: Result, see: Sequence[Statistic] | None) -> tuple[Any, tuple[Any, ...]]:
