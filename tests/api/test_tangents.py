@@ -17,7 +17,7 @@ from sightline.call.kernel import Tangents
 from sightline.call.problem import make_problem
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.tangent import Tangent
-from sightline.cpu.launch import tangent as launch
+from sightline.cpu.launch import forward as launch
 from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.reference import streaming
 from sightline.reference.definition import compute_stages

@@ -19,11 +19,10 @@ from repeated_calls import Repetition
 from sightline import h, i, j, m, n, padding, s, table
 from sightline.call import problem
 from sightline.call import request as call_request
-from sightline.cpu.launch import bound_call, call_family, forward_entry
+from sightline.cpu.launch import bound_call, forward_entry
 from sightline.cpu.launch.arguments import convert_sinks
 from sightline.cpu.launch.backward import BoundBackward
-from sightline.cpu.launch.bound_call import BoundCall, PreparedCall
-from sightline.cpu.launch.call_family import CallFamily
+from sightline.cpu.launch.bound_call import BoundCall, CallFamily, PreparedCall
 from sightline.cpu.launch.tile_search import BoundSearch
 from sightline.errors import ChangedArrayError, ParameterError, TableError
 
@@ -272,7 +271,7 @@ ASSUMPTIONS = {
     "a family checks the indices of tables": lambda patch: patch.setattr(
         CallFamily, "are_indices_inside", lambda *_: True
     ),
-    "a family checks the form of tables": lambda patch: patch.setattr(call_family, "_form", lambda table: None),
+    "a family checks the form of tables": lambda patch: patch.setattr(bound_call, "_form", lambda table: None),
 }
 
 

@@ -80,7 +80,7 @@ class Cpu(Kernel):
     def tangent(self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tuple[Any, Any] | None:
         if next(self.refuses_backward(problem), None) is not None:
             return None
-        from .launch.tangent import tangent
+        from .launch.forward import tangent
 
         return tangent(problem, tangents, saved, self.processor)
 

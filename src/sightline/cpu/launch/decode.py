@@ -17,8 +17,7 @@ from ..kernels.decode_rows import UNROLL
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from .arguments import CpuFusedStatistics, KernelArguments, has_unit_stride, output_strides
-from .bound_call import BoundCall
-from .call_family import CallFamily
+from .bound_call import BoundCall, CallFamily
 from .product_rates import machine_for
 
 TARGET_PARTS = 32  # about how many blocks of rows and splits of keys a call is divided into
