@@ -15,8 +15,6 @@ from ..runtime.machine import Machine
 from .builder import Builder
 from .values import BFLOAT, BYTE, DOUBLE, FLOAT, HALF, INT16, INT32, Type, Value, vector
 
-EXPONENT_BIAS_FACTOR = 2.0**120  # corrects the exponent of a float8 whose bits are those of a float32
-
 
 @dataclass(frozen=True)
 class FloatFormat:
@@ -157,9 +155,10 @@ class PackedFormat:
         if self.name == "int8":
             return row.at(column).load(kind).to(INT32).to(FLOAT)
         if self.name == "float8_e4m3fn":
-            bits = row.at(column).load(kind).zero_extend(INT32)
-            magnitude = ((bits & 0x7F) << 20).bits(FLOAT) * EXPONENT_BIAS_FACTOR
-            return (magnitude.bits(INT32) | ((bits & 0x80) << 24)).bits(FLOAT)
+            bits = (row.at(column).load(kind).to(INT16) << 7) & 0xBF80  # a float16 whose exponent is 8 too small
+            if self.scale_format.has_conversion:
+                return bits.bits(HALF).to(FLOAT) * 2.0**8
+            return _half_to_float(row.builder, bits.zero_extend(INT32)) * 2.0**8
         half = self.rows.group // 2
         pairs = row.at((column - place) // 2 + place % half).load(kind).zero_extend(INT32)
         shift = place // half * 4
