@@ -40,14 +40,14 @@ def product_loop(dtype: str, threads: int) -> tuple[Callable[[], Any], float]:
     """Return a function that makes products of a dtype in registers for `SECONDS`, and its FLOPs."""
     has_products = dtype == "bfloat16" and machine_for(HOST, dtype).has_bf16_dot
     factor = "bfloat16" if has_products else "float32"
-    loop = make_product_loop(factor, host())
-    address = HOST.kernel(f"product loop {factor}", PRODUCT_LOOP, lambda: loop.module)
+    module, flops = make_product_loop(factor, host())
+    address = HOST.kernel(f"product loop {factor}", PRODUCT_LOOP, lambda: module)
     ones, sink = np.ones(64), np.zeros(64)
     arguments = np.array([1, ones.ctypes.data, sink.ctypes.data], np.int64)
     run = partial(team.call, address, arguments, threads, (ones, sink))
     while min(repeat(run, number=1, repeat=3)) < SECONDS:
         arguments[0] *= 2
-    return run, float(arguments[0]) * loop.flops * threads
+    return run, float(arguments[0]) * flops * threads
 
 
 def prepare_peak(problem: Problem, inputs: Any, threads: int) -> Call:

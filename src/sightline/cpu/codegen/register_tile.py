@@ -6,8 +6,8 @@ multiplied by the vectors of the other operand, a matrix:
 
     sums[r][lane] += Σ_k number_r[k] · matrix[k][lane]
 
-If the processor multiplies pairs of bfloat16, each number and each lane of `matrix` has 32 bits with two adjacent
-entries of the k axis (`operand_type` is INT32), and the sums are float32.
+The factors may be pairs of bfloat16 or of INT16. Each number and each lane of `matrix` then has 32 bits with two
+adjacent entries of the k axis (`operand_type` is INT32), and the sums are float32 or INT32.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 
 from ..runtime.machine import Machine
 from .builder import Builder, Variable
-from .values import BFLOAT, FLOAT, INT32, INT64, Type, Value, vector
+from .values import INT16, INT32, INT64, Type, Value, vector
 
 PIECE_BYTES = 16  # the lanes of a vector that an instruction of x86 shuffles among each other
+# x₀ y₀ + x₁ y₁ of pairs of INT16, by the bytes of a vector
+INT16_PRODUCTS = {32: "llvm.x86.avx2.pmadd.wd", 64: "llvm.x86.avx512.pmaddw.d.512"}
 UNROLLED_STEPS = 4  # steps of k per iteration of the inner loop
 
 
@@ -28,20 +30,21 @@ class RegisterTiles:
 
     Parameters
     ----------
-    kind : type of the sums, FLOAT or DOUBLE
-    paired : True if the factors are pairs of bfloat16
+    kind : type of the numbers, FLOAT or DOUBLE
+    pairs : BFLOAT or INT16 if the factors are pairs of such numbers, else None
     """
 
-    def __init__(self, builder: Builder, kind: Type, machine: Machine, paired: bool = False) -> None:
-        self.builder, self.kind, self.paired = builder, kind, paired
+    def __init__(self, builder: Builder, kind: Type, machine: Machine, pairs: Type | None = None) -> None:
+        self.builder, self.kind, self.pairs, self.paired = builder, kind, pairs, pairs is not None
         self.itemsize = kind.itemsize  # bytes of a sum, and of a factor or pair of factors
-        self.operand_type = INT32 if paired else kind
-        self.pair_size = 2 if paired else 1
+        self.operand_type = INT32 if self.paired else kind
+        self.pair_size = 2 if self.paired else 1
         self.lanes = machine.vector_bytes // self.itemsize
         self.rows, self.vectors = machine.register_tile
         self.block = self.lanes * self.vectors
         self.align = machine.vector_bytes
         self.vector = vector(kind, self.lanes)
+        self.sum_vector = vector(INT32 if pairs is INT16 else kind, self.lanes)
         self.operand_vector = vector(self.operand_type, self.lanes)
         self.row_bytes = self.block * self.itemsize
 
@@ -157,8 +160,10 @@ class RegisterTiles:
 
     def multiply_add(self, x: Value, y: Value, z: Value) -> Value:
         """Return x · y + z; if factors are pairs, x₀ y₀ + x₁ y₁ + z."""
-        if not self.paired:
+        if self.pairs is None:
             return self.builder.fma(x, y, z)
-        pairs, sums = vector(BFLOAT, 2 * self.lanes), vector(FLOAT, self.lanes)
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{self.align * 8}"
-        return self.builder.call(name, sums, z, x.bitcast(pairs), y.bitcast(pairs))
+        kind = vector(self.pairs, 2 * self.lanes)
+        x, y = x.bitcast(kind), y.bitcast(kind)
+        if self.pairs is INT16:  # LLVM joins the product and the sum where one instruction has both
+            return self.builder.call(INT16_PRODUCTS[self.align], self.sum_vector, x, y) + z
+        return self.builder.call(f"llvm.x86.avx512bf16.dpbf16ps.{self.align * 8}", self.sum_vector, z, x, y)

@@ -8,6 +8,14 @@ replaces the base 2.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
+If the output has 16 bits, codes of int8 are multiplied as whole numbers on x86. A row of Q becomes a scale times whole
+numbers of 16 bits, and so do the weights of a row for a tile times the scales of V. With ε = 2⁻¹⁶, the errors of a
+score and of the sums of a tile are at most
+
+    ε max_d |Q[r][d]| Σ_d |K[j][d]|        ε max_j (P[r][j] scale_j) Σ_j |code_j[d]|
+
+If numbers round independently, the standard deviation of the first error is at most √d / 258 of that of the codes of K.
+
 The keys are divided into splits, in a way that only the problem determines. A thread computes one split at a time. The
 thread that finishes the last split of some rows merges their splits, always in the order of the keys (Dao et al.,
 "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which ignores V at hidden
@@ -23,18 +31,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 
 from ...arrays.row_formats import RowFormat
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
-from ..codegen.math import exp, reduce_across_groups, reduce_within_groups
-from ..codegen.values import BFLOAT, DOUBLE, INT64, Value
-from ..runtime.machine import Machine
+from ..codegen.math import FloatConstants, exp, reduce_across_groups, reduce_within_groups
+from ..codegen.register_tile import INT16_PRODUCTS
+from ..codegen.values import BFLOAT, DOUBLE, INT16, INT32, INT64, Type, Value
 from .block import Block
 from .decode_rows import UNROLL, DecodeRows, VisibleKeys
 from .fused_statistics import MIN_EXPONENT
-from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES, KernelSpec
+from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES
 
+LARGEST_INT16 = 32767.0
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 
 
@@ -46,6 +56,7 @@ class Decode(Block):
     output: Value
     running_sums: Value
     running_max: Value
+    query_scales: Value  # a row of Q is a scale times whole numbers, if rows are pairs of INT16
     weighted_exponents: Value  # T = Σ p x of weights p = e^x, if the entropy is requested
 
     def allocate(self) -> None:
@@ -55,25 +66,26 @@ class Decode(Block):
         self.output_row_bytes = spec.d_v * tiles.itemsize
         self.has_entropy = "entropy" in spec.roles
         row_bytes = {"queries": self.query_row_bytes, "output": self.output_row_bytes}
-        row_bytes |= {"running_sums": tiles.align, "running_max": tiles.itemsize}
+        row_bytes |= {"running_sums": tiles.align, "running_max": tiles.itemsize, "query_scales": tiles.itemsize}
         if self.has_entropy:
             row_bytes["weighted_exponents"] = tiles.align
         # what is kept of each row of the item, by attribute; `loop_heads` sets the attribute to a head's first row
         self.kept_rows = {name: (tiles.scratch(MAX_ROWS_PER_ITEM * size), size) for name, size in row_bytes.items()}
+        self.query_row = tiles.scratch(spec.d_k * tiles.itemsize)
         self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
-        self.alpha = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize)
+        self.alpha, self.weight_scales = (tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize) for _ in range(2))
         self.key, self.value = DecodeRows(self, "key", self.key_format), DecodeRows(self, "value", self.value_format)
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
         self.visible_keys = VisibleKeys(self)
 
-    @staticmethod
-    def can_pair(spec: KernelSpec, machine: Machine) -> bool:
-        """True if rows are not quantised, or have one scale, no offset, and codes that fill vectors of pairs."""
-        width = machine.vector_bytes // BFLOAT.itemsize
-        return not spec.stored or all(
-            row_format.num_groups == 1 and not row_format.has_offsets and row_format.width % width == 0
-            for row_format in map(RowFormat, spec.stored, (spec.d_k, spec.d_v))
-        )
+    def find_pairs(self) -> Type | None:
+        """Return INT16 for int8 rows with one scale whose codes fill vectors of pairs, if the output has 16 bits."""
+        spec, width = self.spec, self.machine.vector_bytes // INT16.itemsize
+        rows = list(map(RowFormat, spec.stored, (spec.d_k, spec.d_v)))
+        is_int8 = all(r.dtype == "int8" and r.num_groups == 1 and r.width % width == 0 for r in rows)
+        if rows and is_int8 and self.format.itemsize == 2 and self.machine.vector_bytes in INT16_PRODUCTS:
+            return INT16
+        return super().find_pairs()
 
     def process_item(self, item: Value) -> None:
         """Process one split of the keys for some query rows, then merge the splits if this split finished last."""
@@ -165,19 +177,16 @@ class Decode(Block):
 
     def init_rows(self) -> None:
         """Copy the rows of Q with the sign of the scale, and reset the running softmax."""
-        builder, args, tiles = self.builder, self.args, self.tiles
-        step = self.format.itemsize if self.spec.unit_stride[0] else args.query_column_stride
+        builder, args, tiles, width = self.builder, self.args, self.tiles, self.spec.d_k
+        step, lanes = (self.format.itemsize, self.lanes) if self.spec.unit_stride[0] else (args.query_column_stride, 1)
         sign = args.scale_sign.to(self.float)
         with builder.loop(0, self.num_rows) as r:
             h, i = self.locate_query(r)
             source = args.head_address("query", self.b, h).at(i * args.query_row_stride)
-            target = self.queries.at(r * self.query_row_bytes)
-            with builder.loop(0, self.spec.d_k) as d:
-                number = self.format.load(source.at(d * step)) * sign
-                if self.paired:
-                    self.format.store(target.at(self.paired_column(d) * 2), number)
-                else:
-                    target.at(d * tiles.itemsize).store(number)
+            with builder.loop(0, width, lanes) as d:
+                self.query_row.at(d * tiles.itemsize).store(self.format.load(source.at(d * step), lanes) * sign)
+            row = [self.query_row.at(d * tiles.itemsize).load(self.vector) for d in range(0, width, self.lanes)]
+            self.store_factors(row, self.queries.at(r * self.query_row_bytes), self.query_scales.at(r * tiles.itemsize))
             self.running_max.at(r * tiles.itemsize).store(builder.value(-math.inf, self.float))
             self.running_sums.at(r * tiles.align).store(builder.value(0.0, self.vector))
             if self.has_entropy:
@@ -185,15 +194,26 @@ class Decode(Block):
             with builder.loop(0, self.output_row_bytes // tiles.align) as v:
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
 
-    def paired_column(self, d: Value) -> Value:
-        """Return the place of the number of column d in a row of pairs.
+    def store_factors(self, numbers: list[Value], target: Value, scale: Value) -> None:
+        """Store vectors of a row of Q or of weights as factors of products, and their scale if factors are INT16.
 
-        A pair holds the columns d and d + 1 of floats, or the columns d and d + `lanes` of codes.
+        The error of an INT16 is at most 2⁻¹⁶ of the largest magnitude. The scale is NaN if a number is NaN or ∞.
         """
-        if not self.spec.stored:
-            return d
-        width = 2 * self.lanes
-        return d // width * width + d % self.lanes * 2 + d % width // self.lanes
+        builder, size = self.builder, self.tiles.align // self.tiles.pair_size
+        factors = numbers
+        if self.pairs is BFLOAT:
+            factors = [x.to(BFLOAT) for x in numbers]
+        elif self.pairs is INT16:
+            largest = reduce(builder.maximum, (builder.call_intrinsic("fabs", x) for x in numbers)).reduce(
+                builder.maximum
+            )
+            scale.store(largest / LARGEST_INT16 + sum_pairwise([x * 0.0 for x in numbers]).sum())
+            inverse = builder.value(LARGEST_INT16, self.float) / largest
+            inverse = builder.where(largest < 2.0**-100, 0.0, inverse)  # it may be ∞
+            rounding_constant = FloatConstants(largest).rounding_constant
+            factors = [(x * inverse + rounding_constant).bits(INT32).to(INT16) for x in numbers]
+        for v, x in enumerate(factors):
+            target.at(v * size).store(x)
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """Process one tile of keys: scores, weights, weighted sum of V."""
@@ -236,16 +256,16 @@ class Decode(Block):
             with builder.loop(0, rows) as row_index, builder.loop(0, self.num_keys, self.lanes) as key:
                 source = self.sums.at(row_index * partial_row_bytes + key * (tiles.align // group_lanes))
                 count = self.lanes // group_lanes
-                vectors = [source.at(k * tiles.align).load(self.vector, tiles.align) for k in range(count)]
+                vectors = [source.at(k * tiles.align).load(tiles.sum_vector, tiles.align) for k in range(count)]
                 target = self.scores.at((first + row_index) * self.score_row_bytes + key * tiles.itemsize)
-                target.store(reduce_across_groups(vectors, group_lanes))
+                target.store(reduce_across_groups(vectors, group_lanes).to(self.float))
 
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
         """Return a list for each key `first` + offset. It has a vector for each row q of Q; its lanes sum to q · k."""
         builder, tiles = self.builder, self.tiles
         keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
         ahead = [self.value.row(self.value.ahead, key) for key in keys]
-        sums = [[Variable(builder, self.vector, 0.0) for _ in queries] for _ in keys]
+        sums = [[Variable(builder, tiles.sum_vector, 0) for _ in queries] for _ in keys]
         size = self.key_format.itemsize  # bytes of a number
         width = self.lanes * tiles.pair_size  # numbers of a vector
         query_size = tiles.itemsize // tiles.pair_size
@@ -267,9 +287,11 @@ class Decode(Block):
         builder, tiles, args = self.builder, self.tiles, self.args
         mask, score = self.renderers[:2]
         score_row = self.scores.at(r * self.score_row_bytes)
+        query_scale = self.query_scales.at(r * tiles.itemsize)
+        factor = self.factor * query_scale.load(self.float) if self.pairs is INT16 else self.factor
         logits: list[Value] = []
         for v in range(KEY_BLOCK // self.lanes):
-            s = self.key.multiply_by_scales(score_row.at(v * tiles.align).load(self.vector), v) * self.factor
+            s = self.key.multiply_by_scales(score_row.at(v * tiles.align).load(self.vector), v) * factor
             key = builder.arange(self.lanes, INT64) + v * self.lanes
             j = builder.minimum((self.visible_keys.row_vector(v) if masked else key) + j0, args.m - 1)
             if score is not None:
@@ -281,9 +303,7 @@ class Decode(Block):
                 s = builder.where(allowed, s, builder.value(-math.inf, self.vector))
             logits.append(s)
         running_max = self.running_max.at(r * tiles.itemsize)
-        old_max, tile_max = running_max.load(self.float), logits[0]
-        for s in logits[1:]:
-            tile_max = builder.maximum(s, tile_max)
+        old_max, tile_max = running_max.load(self.float), reduce(builder.maximum, logits)
         new = builder.maximum(tile_max.reduce(builder.maximum), old_max)
         shift = builder.where(new == -math.inf, 0.0, new)
         alpha = self.exponentiate(old_max - shift)
@@ -295,12 +315,8 @@ class Decode(Block):
         if self.has_entropy:
             self.add_exponents(r, old_max - shift, alpha, weights, exponents)
         total.store(builder.fma(total.load(self.vector), alpha, sum_pairwise(weights)))
-        for v, weight in enumerate(weights):
-            p = self.value.multiply_by_scales(weight, v)
-            if self.paired:
-                score_row.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
-            else:
-                score_row.at(v * tiles.align).store(p)
+        weights = [self.value.multiply_by_scales(weight, v) for v, weight in enumerate(weights)]
+        self.store_factors(weights, score_row, self.weight_scales.at(r * tiles.itemsize))
 
     def symbols_at(self, r: Value, j: Value) -> dict[str, Value]:
         """Return the symbols of a query row and a vector of keys, except s."""
@@ -348,7 +364,7 @@ class Decode(Block):
                     for at in lines:
                         builder.prefetch(row.at(at))
                 if self.paired:
-                    return self.value.load_row_pairs(k, range(first * 4, (first + width * self.lanes) * 4, tiles.align))
+                    return self.value.load_row_pairs(k, range(first, first + width * self.lanes, 2 * self.lanes))
                 return list(self.value.load_vectors(k, first, width))
 
             return read
@@ -357,13 +373,17 @@ class Decode(Block):
             row_indices = [first + r for r in range(rows)]
             bases = [self.scores.at(row_index * self.score_row_bytes) for row_index in row_indices]
             for group, (start, width) in enumerate(zip(starts, widths, strict=True)):
-                sums = [[Variable(builder, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
+                sums = [[Variable(builder, tiles.sum_vector, 0) for _ in range(width)] for _ in range(rows)]
                 tiles.accumulate(sums, bases, tiles.itemsize, self.value.start, length, read=make_reader(group, width))
                 for row_index, row in zip(row_indices, sums, strict=True):
                     alpha = self.alpha.at(row_index * tiles.itemsize).load(self.float)
-                    for v, total in enumerate(row):
+                    totals = [total.get().to(self.float) for total in row]
+                    if self.pairs is INT16:
+                        scale = self.weight_scales.at(row_index * tiles.itemsize).load(self.float)
+                        totals = [total * scale for total in totals]
+                    for v, total in enumerate(totals):
                         at = self.output.at(row_index * self.output_row_bytes + (start + v) * tiles.align)
-                        at.store(builder.fma(at.load(self.vector), alpha, total.get()))
+                        at.store(builder.fma(at.load(self.vector), alpha, total))
 
     def divide_columns(self, vectors: int) -> list[int]:
         """Return how many vectors of V's columns each pass reads: about as many in each, in few passes.
@@ -401,7 +421,7 @@ class Decode(Block):
             step, size = tiles.pair_size * tiles.align, self.output_row_bytes
             with builder.loop(0, size, step) as at:
                 columns = [self.output.at(r * size + at + k).load(self.vector) for k in range(0, step, tiles.align)]
-                if self.paired and not self.spec.stored:  # restore the order of the columns; see `load_row_pairs`
+                if self.paired:  # restore the order of the columns; see `load_row_pairs`
                     first, second = columns
                     columns = [first.interleave(second, half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)]
                 for k, row in enumerate(columns):

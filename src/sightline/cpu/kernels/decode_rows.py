@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...arrays.row_formats import SCALE_BYTES
 from ..codegen.builder import Variable
 from ..codegen.formats import FloatFormat, PackedFormat
-from ..codegen.values import INT16, INT32, INT64, Value, vector
+from ..codegen.values import BYTE, INT16, INT64, Value, vector
 from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class DecodeRows:
     ahead: Value
 
     def __init__(self, decode: Decode, name: str, format: FloatFormat | PackedFormat) -> None:
-        self.decode, self.name, self.format = decode, name, format
+        self.decode, self.format = decode, format
         self.tiles, self.lanes = decode.tiles, decode.lanes
+        self.row_stride: Value = getattr(decode.args, f"{name}_row_stride")
         if isinstance(format, PackedFormat):
             self.scales = self.tiles.scratch(KEY_BLOCK * format.num_scales * self.tiles.itemsize)
 
@@ -44,26 +46,28 @@ class DecodeRows:
         """Return the address of a key's row in the tile whose first row is at `start`."""
         return start.at(self.decode.visible_keys.row(key) * self.row_stride)
 
-    @property
-    def row_stride(self) -> Value:
-        stride: Value = getattr(self.decode.args, f"{self.name}_row_stride")
-        return stride
-
     def load_scales(self) -> None:
-        """Widen the scales of the quantised rows that are read. After the last key, its scales are repeated."""
+        """Copy the scales of the quantised rows that are read: a row's only scale as it is, several ones widened.
+
+        After the last key, its scales are repeated.
+        """
         builder, format = self.decode.builder, self.format
         if not isinstance(format, PackedFormat):
             return
         with builder.loop(0, KEY_BLOCK, UNROLL) as key:
             for k in range(UNROLL):
                 row = self.row(self.start, builder.minimum(key + k, self.decode.num_keys - 1))
-                format.copy_scales(row, self.scales.at((key + k) * (format.num_scales * self.tiles.itemsize)))
+                if format.has_row_scale:
+                    scale = row.at(format.rows.code_bytes).load(INT16)
+                    self.scales.at((key + k) * SCALE_BYTES).store(scale)
+                else:
+                    format.copy_scales(row, self.scales.at((key + k) * (format.num_scales * self.tiles.itemsize)))
 
     def multiply_by_scales(self, numbers: Value, v: int) -> Value:
         """Return the numbers times the scales of the keys in vector `v`; unchanged unless a row has one scale."""
         if not (isinstance(self.format, PackedFormat) and self.format.has_row_scale):
             return numbers
-        return numbers * self.scales.at(v * self.tiles.align).load(self.tiles.vector)
+        return numbers * self.format.scale_format.load(self.scales.at(v * self.lanes * SCALE_BYTES), self.lanes)
 
     def load_vectors(self, key: Value, first: Any, count: int) -> Iterator[Value]:
         """Load `count` vectors of a row from the column `first` on.
@@ -71,28 +75,29 @@ class DecodeRows:
         The numbers are widened, or pairs of bfloat16, or codes that are not yet multiplied by the scale of their row.
         """
         row, format = self.row(self.start, key), self.format
+        if self.tiles.paired:
+            numbers = (self.load_16_bits(row, first + 2 * k * self.lanes) for k in range(count))
+            return (pairs.bitcast(self.tiles.operand_vector) for pairs in numbers)
         if isinstance(format, PackedFormat):
-            if self.tiles.paired:
-                codes = [format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(2 * count)]
-                return map(_join_pairs, codes[::2], codes[1::2])
             if format.has_row_scale:
                 return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
             scales = self.scales.at(key * (format.num_scales * self.tiles.itemsize))
             return format.load_columns(row, first, count, self.lanes, scales)
-        if self.tiles.paired:
-            align = self.tiles.align
-            return (row.at(first * 2 + k * align).load(self.tiles.operand_vector) for k in range(count))
         return format.load_columns(row, first, count, self.lanes)
 
-    def load_row_pairs(self, k: Value, offsets: Sequence[int]) -> list[Value]:
-        """Return the rows 2k and 2k + 1 joined to pairs. Columns of floats are permuted within every two vectors."""
+    def load_16_bits(self, row: Value, column: Any) -> Value:
+        """Load the numbers of two vectors of columns, as bits of bfloat16 or as codes."""
+        if isinstance(self.format, PackedFormat):
+            return row.at(column).load(vector(BYTE, 2 * self.lanes)).to(INT16)
+        return row.at(column * 2).load(vector(INT16, 2 * self.lanes))
+
+    def load_row_pairs(self, k: Value, columns: Sequence[int]) -> list[Value]:
+        """Return the rows 2k and 2k + 1 joined to pairs. Columns are permuted within every two vectors."""
         minimum, last = self.decode.builder.minimum, self.decode.num_keys - 1
-        rows, format = [self.row(self.start, minimum(k * 2 + u, last)) for u in range(2)], self.format
-        if isinstance(format, PackedFormat):
-            return [_join_pairs(*(format.load_codes(row, at // 4, self.lanes) for row in rows)) for at in offsets]
+        rows = [self.row(self.start, minimum(k * 2 + u, last)) for u in range(2)]
         pairs: list[Value] = []
-        for offset in offsets[::2]:
-            low, high = (row.at(offset // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
+        for column in columns:
+            low, high = (self.load_16_bits(row, column) for row in rows)
             halves = (low.interleave(high, half, 1, SHUFFLE_BYTES // 2) for half in range(2))
             pairs += [half.bitcast(self.tiles.operand_vector) for half in halves]
         return pairs
@@ -161,9 +166,3 @@ class VisibleKeys:
         if not self.has_mask:
             return self.builder.arange(lanes, INT64) + v * lanes
         return self.rows.at(v * lanes * ROW_BYTES).load(vector(INT64, lanes))
-
-
-def _join_pairs(first: Value, second: Value) -> Value:
-    """Return two float32 vectors as pairs of bfloat16. Their numbers have at most 8 bits and are not rounded."""
-    pairs: Value = (first.bits(INT32) >> 16) | (second.bits(INT32) & 0xFFFF0000)
-    return pairs

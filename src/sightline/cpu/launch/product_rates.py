@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from typing import NamedTuple
 
 import numpy as np
 
 from ..codegen.builder import Builder, Module, Variable
 from ..codegen.register_tile import RegisterTiles
-from ..codegen.values import DOUBLE, FLOAT, INT64, POINTER
+from ..codegen.values import BFLOAT, DOUBLE, FLOAT, INT64, POINTER
 from ..runtime.machine import Machine
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_team import KERNEL_FUNCTION
@@ -54,8 +53,8 @@ _ANSWERS: dict[Machine, bool] = {}
 
 def measure_rate(dtype: str, machine: Machine) -> float:
     """Return the FLOPs per second of the product loop, the highest of `TRIES`."""
-    loop = make_product_loop(dtype, machine)
-    address = HOST.kernel(f"product loop {dtype}", PRODUCT_LOOP, lambda: loop.module)
+    module, flops = make_product_loop(dtype, machine)
+    address = HOST.kernel(f"product loop {dtype}", PRODUCT_LOOP, lambda: module)
     ones, sums = np.ones(64), np.zeros(64)
     arguments = np.array([LOOP_STEPS, ones.ctypes.data, sums.ctypes.data], np.int64)
     function, seconds = KERNEL_FUNCTION(address), []
@@ -63,27 +62,21 @@ def measure_rate(dtype: str, machine: Machine) -> float:
         started = time.perf_counter()
         function(arguments.ctypes.data)
         seconds.append(time.perf_counter() - started)
-    return LOOP_STEPS * loop.flops / min(seconds)
+    return LOOP_STEPS * flops / min(seconds)
 
 
-class ProductLoop(NamedTuple):
-    """A loop of matrix products: its LLVM module, and the FLOPs of one of its steps."""
-
-    module: Module
-    flops: int
-
-
-def make_product_loop(dtype: str, machine: Machine) -> ProductLoop:
-    """Return the loop of dot products for bfloat16, and the loop of multiply-adds for float32 and float64.
+def make_product_loop(dtype: str, machine: Machine) -> tuple[Module, int]:
+    """Return a loop of matrix products and the FLOPs of a step: dot products for bfloat16, else multiply-adds.
 
     A chain is a vector c, and one step computes c + x · x. Each round makes STEPS_PER_ROUND steps of every chain.
     """
     builder = Builder(Module(), PRODUCT_LOOP)
     chains = machine.vector_registers - 4  # the other registers are for operands
-    tiles = RegisterTiles(builder, DOUBLE if dtype == "float64" else FLOAT, machine, dtype == "bfloat16")
+    kind, pairs = DOUBLE if dtype == "float64" else FLOAT, BFLOAT if dtype == "bfloat16" else None
+    tiles = RegisterTiles(builder, kind, machine, pairs)
     (arguments,) = builder.arguments
     x = arguments.at(8).load(POINTER).load(tiles.operand_vector)
-    sums = [Variable(builder, tiles.vector, 0) for _ in range(chains)]
+    sums = [Variable(builder, tiles.sum_vector, 0) for _ in range(chains)]
     with builder.loop(0, arguments.load(INT64)):
         for _ in range(STEPS_PER_ROUND):
             for each in sums:
@@ -91,4 +84,4 @@ def make_product_loop(dtype: str, machine: Machine) -> ProductLoop:
     total = functools.reduce(operator.add, (each.get() for each in sums))
     arguments.at(16).load(POINTER).store(total)
     builder.finish()
-    return ProductLoop(builder.module, chains * STEPS_PER_ROUND * tiles.lanes * tiles.pair_size * 2)
+    return builder.module, chains * STEPS_PER_ROUND * tiles.lanes * tiles.pair_size * 2
