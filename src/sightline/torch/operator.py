@@ -1,8 +1,8 @@
 """The registered operators `torch.ops.sightline.attention`, `attention_backward` and `attention_tangent`.
 
 The arguments of an operator are the tensors of `Arrays` and the plain values of `CallSpec`. torch.compile can trace
-`to_arguments`, so a compiled function may build formulas. Each operator has a function that computes, and one that
-makes empty results of the right shapes while torch traces. The module `derivatives` registers the gradients of
+`to_arguments`, so a compiled function may build formulas. Each operator has a function that computes, and one such as
+`_forward_shapes` that makes empty results while torch traces. The module `derivatives` registers the gradients of
 `attention` and `attention_backward`, and their rules of `torch.vmap`.
 """
 

@@ -3,9 +3,9 @@
 While it is activated, torch's dispatcher calls this library on CPU tensors: for the operator SDPA in eager mode, with
 gradients of every order, and for the operator FLASH, which torch.compile and transforms of torch.func make of SDPA, and
 its backward pass. Tracers see torch's operators. So a program that was compiled or exported before is served too, and
-one that was compiled during the activation calls torch's kernels after it. Of a call with dropout, with d_v ≠ d_k, with
-a mask that needs gradients or with fewer than four axes, torch.compile and transforms make products and a softmax, as
-they do without this library. So these calls are served in eager mode alone.
+one that was compiled during the activation calls torch's kernels after it. `_or_torch` gives a call that this library
+refuses to torch's kernel. A call with dropout, with d_v ≠ d_k, with a mask that needs gradients or with fewer than four
+axes is served in eager mode alone: torch.compile and transforms make products and a softmax of it.
 """
 
 from __future__ import annotations
