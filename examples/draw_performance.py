@@ -93,7 +93,8 @@ def ratios_figure(found: dict[str, dict[str, Range]], *, narrow: bool = False) -
     axis.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 4, 8, 16, 32]))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.tick_params(labelsize=size, labelcolor=LIGHT.ink)
+    axis.tick_params(labelsize=size, labelcolor=LIGHT.ink, labeltop=True)  # the first screen of a page shows the top
+    axis.xaxis.set_label_position("top")
     axis.grid(axis="x", linewidth=0.5, color=LIGHT.line)
     axis.set_axisbelow(True)
     sections = [Patch(color=colours[number], label=section) for number, section in enumerate(found)]
