@@ -4,7 +4,7 @@ addEventListener("DOMContentLoaded", () => {
     const titles = [...table.querySelectorAll("thead th")].map((title) => title.textContent.trim());
     for (const row of titles.length === 3 ? table.tBodies[0].rows : []) {
       [...row.cells].forEach((cell, column) => {
-        if (column && titles[column]) cell.dataset.title = titles[column];
+        if (column && titles[column] && cell.textContent.trim()) cell.dataset.title = titles[column];
       });
     }
   }
