@@ -91,6 +91,14 @@ def test_the_sidebar_has_at_most_twelve_entries():
     assert 10 <= len(set(entries)) == len(entries) <= 12
 
 
+def test_the_site_has_at_most_28_pages_and_55_000_words():
+    """Beside the API reference, the recipes, and the two pages that mirror files of the root."""
+    pages = [page for page in PAGES if page.parent in (DOCS, DOCS / "course")]
+    texts = [page.read_text("utf-8") for page in pages if page.stem not in ("contributing", "changelog")]
+    assert len(texts) <= 28
+    assert 40_000 < sum(len(text.split()) for text in texts) <= 55_000
+
+
 def test_the_index_lists_every_recipe():
     pages = {page: page.read_text(encoding="utf-8") for page in sorted((DOCS / "recipes").glob("*.md"))}
     index = pages.pop(DOCS / "recipes" / "index.md")
