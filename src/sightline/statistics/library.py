@@ -35,6 +35,9 @@ def sum(formula: Any, over: Over, cells: Cells = None) -> Statistic:
     key, sinks and the tables of the score get gradients; the tables of f get none. A sum over j that is proportional to
     p is computed together with the output. `explain` says how the others are computed.
 
+    The result is in the accumulator's dtype (float64 for float64 arrays, else float32). The weights themselves,
+    `sum(p, over=())`, and their sums over b and h are in the query's dtype.
+
     Parameters
     ----------
     formula : formula or number
@@ -46,9 +49,6 @@ def sum(formula: Any, over: Over, cells: Cells = None) -> Statistic:
     cells : (rows, columns), optional
         With i and j in `over`, the pairs are summed in the cells of a grid, as in `pooled`. The result has these two
         axes last.
-
-    The result is in the accumulator's dtype (float64 for float64 arrays, else float32). The weights themselves,
-    `sum(p, over=())`, and their sums over b and h are in the query's dtype.
 
     Raises
     ------

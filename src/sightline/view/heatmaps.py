@@ -243,7 +243,7 @@ def entropy_by_head(
     ----------
     entropy : list of (..., H, n) arrays, one for each layer, or (L, H) array
         Entropies in nats, as `seen["entropy"]` of a watched model returns them. The mean is taken over all axes except
-        the axis of heads. An (L, H) array holds means and is drawn as it is.
+        the axis of heads, padded queries included. An (L, H) array holds means and is drawn as it is.
     names : sequence of str, optional
         The name of each layer; by default 0 to L − 1.
     axis, title : as in `heatmap`
