@@ -16,7 +16,7 @@ from sightline.call.problem import make_problem
 from sightline.formula import tables as table_module
 from sightline.formula import tensor_cache
 from sightline.formula.tensor_cache import TensorCache
-from sightline.gpu.launch.tile_schedule import make_schedule
+from sightline.gpu.launch.arguments import make_schedule
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from on_device import OnDevice
 from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu import Triton
 from sightline.gpu.codegen import formula_functions
+from sightline.gpu.launch import arguments
 from sightline.gpu.launch import forward as launch_forward
-from sightline.gpu.launch import tile_schedule
 from triton_interpreter import INTERPRETED, patch_interpreter
 
 
@@ -78,7 +78,7 @@ def plant(monkeypatch):
     def put(fault):
         fault_planting.plant(fault, monkeypatch)
         formula_functions.compile_function.cache_clear()  # generated functions import the kernels' modules
-        monkeypatch.setattr(tile_schedule, "_SCHEDULES", TensorCache(4))
+        monkeypatch.setattr(arguments, "_SCHEDULES", TensorCache(4))
         if INTERPRETED:
             monkeypatch.setattr(InterpretedFunction, "rewritten_fn", {})
             return

@@ -9,7 +9,7 @@ from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu.codegen import formula_functions, render_triton
 from sightline.gpu.kernels import decode, forward, math, tile_loop, tile_ops
-from sightline.gpu.launch import tile_schedule
+from sightline.gpu.launch import arguments
 from sightline.reference.testing import assert_conforms
 from strategies import Case
 
@@ -122,15 +122,15 @@ def test_every_fault_is_seen(triton_kernel, plant, name, fault):
 
 def test_a_fault_in_the_schedule_is_seen(triton_kernel, monkeypatch):
     """A ragged last tile is taken for a full tile."""
-    sound = tile_schedule.encode_ranges
+    sound = arguments.encode_ranges
 
     def encode_ranges(ranges):
         rows, pairs = sound(ranges)
         rows[:, 1] = rows[:, 2]
         return rows, pairs
 
-    monkeypatch.setattr(tile_schedule, "encode_ranges", encode_ranges)
-    monkeypatch.setattr(tile_schedule, "_SCHEDULES", TensorCache(4))
+    monkeypatch.setattr(arguments, "encode_ranges", encode_ranges)
+    monkeypatch.setattr(arguments, "_SCHEDULES", TensorCache(4))
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel, "masked")
 

@@ -21,7 +21,7 @@ from sightline.api.kernels import solve
 from sightline.arrays.operations import to_numpy
 from sightline.call.kernel import GivenGradients
 from sightline.gpu.kernels import backward, backward_keys, backward_queries, table_gradient, tile_loop, tile_ops
-from sightline.gpu.launch import tile_schedule
+from sightline.gpu.launch import arguments
 from sightline.reference.testing import assert_within_budget
 from sightline.statistics import statistic_gradients
 from strategies import DTYPES, Case, cases, to_torch
@@ -270,7 +270,7 @@ FAULTS = {
     "a query head of a group missed": Fault(backward_keys.process_heads, "range(heads)", "range(heads - 1)"),
     "wrong query heads of a group": Fault(backward_keys.compute_block, "g * args.group + part", "g + part"),
     "dropped weights in dV": Fault(backward_keys.process_query_range, "tl.where(keep, p, 0.0)", "p"),
-    "the mask half transposed": Fault(tile_schedule._build_schedule, '"jimn"', '"jinm"'),
+    "the mask half transposed": Fault(arguments._build_schedule, '"jimn"', '"jinm"'),
     "a slot too far": Fault(table_gradient.add_exactly, "exponent >> 3", "(exponent + 1) >> 3"),
     "a sign dropped": Fault(table_gradient.add_exactly, "tl.where(bits < 0, -number, number)", "number"),
 }

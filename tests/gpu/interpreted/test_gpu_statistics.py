@@ -13,7 +13,7 @@ from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays.operations import to_numpy
 from sightline.gpu.kernels import fused_statistics, tile_ops, weights_pass, weights_pooled, weights_top_k
 from sightline.gpu.launch import weights_pass as launch_weights_pass
-from sightline.gpu.launch.tile_schedule import make_schedule
+from sightline.gpu.launch.arguments import make_schedule
 from sightline.gpu.launch.weights_pass import MAX_TOP_K, can_serve
 from sightline.reference.definition import compute_stages
 from sightline.reference.streaming import Streaming

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class GpuSchedule(NamedTuple):
-    """The tiles that every block visits, as int32 arrays on the device; see `launch.tile_schedule.encode_ranges`."""
+    """The tiles that every block visits, as int32 arrays on the device; see `launch.arguments.encode_ranges`."""
 
     rows: Any  # for each block (start, first partial range, stop): the block visits the ranges start ... stop − 1
     ranges: Any  # for each range (first tile, last tile + 1)

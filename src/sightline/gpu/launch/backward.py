@@ -21,11 +21,10 @@ from ..kernels.backward import backward_preprocess
 from ..kernels.backward_keys import backward_keys
 from ..kernels.backward_queries import backward_queries
 from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BITS, SLOTS
-from .arguments import GpuOperands, to_operand
+from .arguments import GpuOperands, make_schedule, to_operand
 from .bound_launches import RecordedCall
 from .forward import nan_safe_launch, small_sizes
 from .launches import KernelLaunch, run_launches
-from .tile_schedule import make_schedule
 
 SMALL_KEY_WARPS = 8  # warps of the launch for keys of a small problem: with 4, the kernel of d 128 spills registers
 MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed in slots, of 264 bytes for each entry

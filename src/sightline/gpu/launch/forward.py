@@ -15,10 +15,9 @@ from ..codegen.formula_functions import collect_tables
 from ..configurations import Configuration, architecture_of, select
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
-from .arguments import GpuOperands
+from .arguments import GpuOperands, make_schedule
 from .bound_launches import RecordedCall
 from .launches import KernelLaunch, run_launches
-from .tile_schedule import make_schedule
 from .weights_pass import GpuFusedStatistics, compute_statistics
 
 NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, which recomputes flagged blocks only

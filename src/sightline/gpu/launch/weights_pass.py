@@ -23,9 +23,8 @@ from ..configurations import Configuration, architecture_of, select
 from ..kernels.weights_pass import dense_weights, received
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_top_k import top_k
-from .arguments import GpuOperands
+from .arguments import GpuOperands, make_schedule
 from .launches import KernelLaunch, run_launches
-from .tile_schedule import make_schedule
 
 MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
 MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a block of queries
