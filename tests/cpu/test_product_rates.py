@@ -33,12 +33,6 @@ def test_the_faster_loop_is_chosen(slow, monkeypatch):
     assert machine_for(Processor(host()), "bfloat16") == host()  # only this process is measured
 
 
-@needs_dot
-def test_rates_are_measured():
-    rates = [product_rates.measure_rate(dtype, host()) for dtype in ("bfloat16", "float32")]
-    assert all(1e8 < rate < 1e13 for rate in rates)
-
-
 @pytest.mark.sampled(one_in=4)
 @needs_dot
 @pytest.mark.parametrize("queries", [1, 70])

@@ -13,7 +13,6 @@ from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED
 from sightline.call.problem import make_problem
 from sightline.cpu.codegen.formats import PackedFormat
-from sightline.cpu.codegen.register_tile import INT16_PRODUCTS
 from sightline.cpu.kernels.decode import Decode
 from sightline.cpu.kernels.decode_rows import DecodeRows
 from sightline.cpu.kernels.quantize import Quantize
@@ -72,20 +71,16 @@ def test_narrow_queries(rng, dtype, query_dtype, count):
 @pytest.mark.parametrize("large", [1, 30, 1000])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_errors_of_narrow_queries_are_bounded(rng, dtype, large):
-    """Queries and weights of 16 bits have the errors of `cpu.kernels.decode`, also where keys hide a large entry."""
-    query, key, value = random_arrays(rng, (128, 64), length=500)
-    query, key = query[:, :, -1:].copy(), key.copy()
-    query[..., 5] *= large
-    key[..., 5] /= large
-    narrow = to_torch(query.astype(DTYPES[dtype]))
-    cache = filled_cache(*map(to_torch, (key, value)), dtype="int8")
+    """Queries and weights of 16 bits have the errors of `decode_rows`, also where keys hide a large entry."""
+    query, key, value = random_arrays(rng, (128, 64), length=500, heads=(2, 2))
+    factors = np.where(np.arange(128) == 5, large, 1).astype(np.float32)
+    narrow = to_torch((query[:, :, -1:] * factors).astype(DTYPES[dtype]))
+    cache = filled_cache(*map(to_torch, (key / factors, value)), dtype="int8")
     output, (lse,) = sightline.attention(narrow, cache, see=[sightline.lse()])
-    query, (key, value) = to_numpy(narrow).astype(np.float64), map(to_numpy, cache.dequantized())
-    truth = compute_stages(make_problem(query, *(np.repeat(x.astype(np.float64), 2, axis=1) for x in (key, value))))
-    sizes = np.abs(np.repeat(key, 2, axis=1)).sum(-1).max(-1)[..., None]
-    bound = 2.0**-16 * np.abs(query).max(-1) * sizes / np.sqrt(128) + 1e-5
+    query, key, value = (to_numpy(x).astype(np.float64) for x in (narrow, *cache.dequantized()))
+    truth, largest = compute_stages(make_problem(query, key, value)), np.abs(value).max()
+    bound = 2.0**-16 * np.abs(query).max(-1) * np.abs(key).sum(-1).max(-1)[..., None] / np.sqrt(128) + 1e-5
     assert (np.abs(to_numpy(lse) - truth.lse) <= bound).all()
-    largest = np.abs(value).max()
     allowed = np.expm1(2 * bound)[..., None] * largest + 2.0**-8 * np.abs(truth.output) + 2.0**-10 * largest
     assert (np.abs(to_numpy(output.float()) - truth.output) <= allowed).all()
 
@@ -183,14 +178,12 @@ FAULTS = {
     "the scale of the wrong group in a tile": Fault(
         PackedFormat._load_scales, "group + k * self.rows.num_groups", "k * self.rows.num_groups"
     ),
-    "the scale of a query in 16 bits left out": Fault(
-        Decode.softmax, "self.factor * query_scale.load(self.float)", "self.factor"
-    ),
+    "16 bits without their scale": Fault(Decode.softmax, "self.factor * query_scale.load(self.float)", "self.factor"),
     "the scale of another query's weights in 16 bits": Fault(
         Decode.accumulate_values, "self.weight_scales.at(row_index * tiles.itemsize)", "self.weight_scales"
     ),
     "whole numbers of 16 bits that are 15 too large": Fault(
-        Decode.store_factors, "x * inverse + rounding_constant", "x * inverse + (rounding_constant + 15)"
+        DecodeRows.store_factors, "x * inverse + rounding_constant", "x * inverse + (rounding_constant + 15)"
     ),
     "the scale of the next row": Fault(
         DecodeRows.load_scales,
@@ -201,6 +194,11 @@ FAULTS = {
         PackedFormat.load_codes, "row.at(column).load(kind).to(INT32)", "row.at(column).load(kind).zero_extend(INT32)"
     ),
     "the offset left out": Fault(PackedFormat.load_columns, "offset[0]", "0.0"),
+    "the offset of a bfloat16 left out": Fault(
+        PackedFormat.load_bfloats,
+        "builder.fma(builder.arange(half, INT32).to(FLOAT), scale, offset)",
+        "builder.arange(half, INT32).to(FLOAT) * scale",
+    ),
     "the codes of a byte swapped": Fault(PackedFormat.load_codes, "place // half * 4", "4 - place // half * 4"),
     "a float8 without its sign": Fault(PackedFormat.load_codes, "0xBF80", "0x3F80"),
     "codes that are one too small": tuple(
@@ -241,8 +239,8 @@ def test_the_unchanged_cache_passes():
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch, fresh_kernels):
-    if "16 bits" in fault and HOST.machine.vector_bytes not in INT16_PRODUCTS:
-        pytest.skip("kernels multiply no whole numbers in this process")
+    if ("16 bits" in fault and HOST.machine.vector_bytes < 32) or ("bf" in fault and not HOST.machine.has_bf16_dot):
+        pytest.skip("this processor does not multiply such pairs")
     assert_found(FAULTS[fault], monkeypatch, check_cache)
 
 

@@ -138,8 +138,9 @@ class PackedFormat:
         return self.rows.num_groups * (1 + self.rows.has_offsets)
 
     def copy_scales(self, row: Value, target: Value) -> None:
-        """Store the scales of a row, then its offsets, as float32."""
-        target.store(self.scale_format.load(row.at(self.rows.code_bytes), self.num_scales))
+        """Store the only scale of a row as it is, or its scales and then its offsets as float32."""
+        start = row.at(self.rows.code_bytes)
+        target.store(start.load(INT16) if self.has_row_scale else self.scale_format.load(start, self.num_scales))
 
     def _load_scales(self, row: Value, group: Any, scales: Value | None) -> list[Value]:
         """Load the scale of a group, and its offset if the format has offsets."""
@@ -148,6 +149,17 @@ class PackedFormat:
             return [scales.at(place * FLOAT.itemsize).load(FLOAT) for place in places]
         start = row.at(self.rows.code_bytes)
         return [self.scale_format.load(start.at(place * SCALE_BYTES)) for place in places]
+
+    def load_bfloats(self, row: Value, column: Any, scales: Value) -> Value:
+        """Load the numbers of a group of int4 from its first column on, rounded to bfloat16, as the bits of INT16."""
+        builder, half = row.builder, self.rows.group // 2
+        scale, offset = self._load_scales(row, column // self.rows.group, scales)
+        floats = builder.fma(builder.arange(half, INT32).to(FLOAT), scale, offset)
+        table = builder.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BFLOAT, 2 * half), floats, floats)
+        codes = row.at(column // 2).load(vector(BYTE, half)).extract_lanes([*range(half)] * 2).zero_extend(INT16)
+        codes = codes >> ((builder.arange(2 * half, INT16) >> 4) << 2)  # of an index, the low five bits count
+        numbers: Value = builder.call("llvm.x86.avx512.permvar.hi.512", codes.type, table.bits(INT16), codes)
+        return numbers
 
     def load_codes(self, row: Value, column: Any, lanes: int, place: Any = 0) -> Value:
         """Load codes as float32 from a column on. For int4, `place` is the column's place in its group."""

@@ -26,7 +26,7 @@ from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.register_tile import RegisterTiles
 from ..codegen.render_llvm import NodeValues, Renderer
-from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, POINTER, VOID, Type, Value, vector
+from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, POINTER, VOID, Value, vector
 from ..runtime.machine import Machine
 from .kernel_spec import KEY_BLOCK, KernelSpec
 from .tables import TileTables
@@ -72,16 +72,10 @@ class Block:
         self.format = format_of(spec.dtype, machine)
         self.float = self.format.accumulator_type
         self.key_format, self.value_format = (self.make_operand_format(k) for k in range(2))
-        self.pairs = self.find_pairs()
-        self.paired = self.pairs is not None
+        self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot and not spec.stored
         self.integer = INT64 if spec.needs_int64 else INT32
         self.formulas = tuple(formulas)  # the structures of mask, score and the extra formulas
         self.module = Module()
-
-    def find_pairs(self) -> Type | None:
-        """Return BFLOAT if products are those of pairs of bfloat16, else None. Quantised rows become float32."""
-        pairs = self.spec.dtype == "bfloat16" and self.machine.has_bf16_dot and not self.spec.stored
-        return BFLOAT if pairs else None
 
     def make_operand_format(self, index: int) -> FloatFormat | PackedFormat:
         """Return the format of the rows of K (index 0) or V (index 1)."""
@@ -107,7 +101,7 @@ class Block:
         self.builder = builder
         spec = self.spec
         self.args = LoadedArguments(builder, self.fields, spec.tables, self.formulas, spec.num_output_arrays)
-        self.tiles = tiles = RegisterTiles(builder, self.float, self.machine, self.pairs)
+        self.tiles = tiles = RegisterTiles(builder, self.float, self.machine, BFLOAT if self.paired else None)
         self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
         self.factor = self.args.factor.to(self.float)
         self.prepare_formulas()

@@ -8,14 +8,6 @@ replaces the base 2.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
-If the output has 16 bits, codes of int8 are multiplied as whole numbers on x86. A row of Q becomes a scale times whole
-numbers of 16 bits, and so do the weights of a row for a tile times the scales of V. With ε = 2⁻¹⁶, the errors of a
-score and of the sums of a tile are at most
-
-    ε max_d |Q[r][d]| Σ_d |K[j][d]|        ε max_j (P[r][j] scale_j) Σ_j |code_j[d]|
-
-If numbers round independently, the standard deviation of the first error is at most √d / 258 of that of the codes of K.
-
 The keys are divided into splits, in a way that only the problem determines. A thread computes one split at a time. The
 thread that finishes the last split of some rows merges their splits, always in the order of the keys (Dao et al.,
 "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which ignores V at hidden
@@ -33,18 +25,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 
-from ...arrays.row_formats import RowFormat
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import CACHE_LINE_BYTES, Variable
-from ..codegen.math import FloatConstants, exp, reduce_across_groups, reduce_within_groups
-from ..codegen.register_tile import INT16_PRODUCTS
-from ..codegen.values import BFLOAT, DOUBLE, INT16, INT32, INT64, Type, Value
+from ..codegen.math import exp, reduce_across_groups, reduce_within_groups
+from ..codegen.values import DOUBLE, INT16, INT64, Value
 from .block import Block
 from .decode_rows import UNROLL, DecodeRows, VisibleKeys
 from .fused_statistics import MIN_EXPONENT
 from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES
 
-LARGEST_INT16 = 32767.0
 MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 
 
@@ -61,7 +50,10 @@ class Decode(Block):
 
     def allocate(self) -> None:
         tiles, spec = self.tiles, self.spec
-        self.query_row_bytes = tiles.packed_length(spec.d_k) * tiles.itemsize
+        self.key = DecodeRows(self, "key", self.key_format, spec.d_k)
+        self.value = DecodeRows(self, "value", self.value_format, spec.d_v)
+        self.paired = self.key.tiles.paired
+        self.query_row_bytes = self.key.tiles.packed_length(spec.d_k) * tiles.itemsize
         self.score_row_bytes = KEY_BLOCK * tiles.itemsize
         self.output_row_bytes = spec.d_v * tiles.itemsize
         self.has_entropy = "entropy" in spec.roles
@@ -74,18 +66,8 @@ class Decode(Block):
         self.query_row = tiles.scratch(spec.d_k * tiles.itemsize)
         self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
         self.alpha, self.weight_scales = (tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize) for _ in range(2))
-        self.key, self.value = DecodeRows(self, "key", self.key_format), DecodeRows(self, "value", self.value_format)
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
         self.visible_keys = VisibleKeys(self)
-
-    def find_pairs(self) -> Type | None:
-        """Return INT16 for int8 rows with one scale whose codes fill vectors of pairs, if the output has 16 bits."""
-        spec, width = self.spec, self.machine.vector_bytes // INT16.itemsize
-        rows = list(map(RowFormat, spec.stored, (spec.d_k, spec.d_v)))
-        is_int8 = all(r.dtype == "int8" and r.num_groups == 1 and r.width % width == 0 for r in rows)
-        if rows and is_int8 and self.format.itemsize == 2 and self.machine.vector_bytes in INT16_PRODUCTS:
-            return INT16
-        return super().find_pairs()
 
     def process_item(self, item: Value) -> None:
         """Process one split of the keys for some query rows, then merge the splits if this split finished last."""
@@ -186,34 +168,14 @@ class Decode(Block):
             with builder.loop(0, width, lanes) as d:
                 self.query_row.at(d * tiles.itemsize).store(self.format.load(source.at(d * step), lanes) * sign)
             row = [self.query_row.at(d * tiles.itemsize).load(self.vector) for d in range(0, width, self.lanes)]
-            self.store_factors(row, self.queries.at(r * self.query_row_bytes), self.query_scales.at(r * tiles.itemsize))
+            scale = self.query_scales.at(r * tiles.itemsize)
+            self.key.store_factors(row, self.queries.at(r * self.query_row_bytes), scale)
             self.running_max.at(r * tiles.itemsize).store(builder.value(-math.inf, self.float))
             self.running_sums.at(r * tiles.align).store(builder.value(0.0, self.vector))
             if self.has_entropy:
                 self.weighted_exponents.at(r * tiles.align).store(builder.value(0.0, self.vector))
             with builder.loop(0, self.output_row_bytes // tiles.align) as v:
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
-
-    def store_factors(self, numbers: list[Value], target: Value, scale: Value) -> None:
-        """Store vectors of a row of Q or of weights as factors of products, and their scale if factors are INT16.
-
-        The error of an INT16 is at most 2⁻¹⁶ of the largest magnitude. The scale is NaN if a number is NaN or ∞.
-        """
-        builder, size = self.builder, self.tiles.align // self.tiles.pair_size
-        factors = numbers
-        if self.pairs is BFLOAT:
-            factors = [x.to(BFLOAT) for x in numbers]
-        elif self.pairs is INT16:
-            largest = reduce(builder.maximum, (builder.call_intrinsic("fabs", x) for x in numbers)).reduce(
-                builder.maximum
-            )
-            scale.store(largest / LARGEST_INT16 + sum_pairwise([x * 0.0 for x in numbers]).sum())
-            inverse = builder.value(LARGEST_INT16, self.float) / largest
-            inverse = builder.where(largest < 2.0**-100, 0.0, inverse)  # it may be ∞
-            rounding_constant = FloatConstants(largest).rounding_constant
-            factors = [(x * inverse + rounding_constant).bits(INT32).to(INT16) for x in numbers]
-        for v, x in enumerate(factors):
-            target.at(v * size).store(x)
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """Process one tile of keys: scores, weights, weighted sum of V."""
@@ -237,7 +199,7 @@ class Decode(Block):
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
         """Compute S[r][key], a few rows and keys at a time, and prefetch the next tile of V."""
-        builder, tiles = self.builder, self.tiles
+        builder, tiles = self.builder, self.key.tiles
         rows = self.spec.unroll
         group_lanes = SHUFFLE_BYTES // tiles.itemsize
         partial_row_bytes = KEY_BLOCK // group_lanes * tiles.align  # bytes per query row in self.sums
@@ -262,7 +224,7 @@ class Decode(Block):
 
     def multiply_keys(self, queries: list[Value], first: Value, offsets: range) -> list[list[Variable]]:
         """Return a list for each key `first` + offset. It has a vector for each row q of Q; its lanes sum to q · k."""
-        builder, tiles = self.builder, self.tiles
+        builder, tiles = self.builder, self.key.tiles
         keys = [builder.minimum(first + k, self.num_keys - 1) for k in offsets]
         ahead = [self.value.row(self.value.ahead, key) for key in keys]
         sums = [[Variable(builder, tiles.sum_vector, 0) for _ in queries] for _ in keys]
@@ -288,7 +250,7 @@ class Decode(Block):
         mask, score = self.renderers[:2]
         score_row = self.scores.at(r * self.score_row_bytes)
         query_scale = self.query_scales.at(r * tiles.itemsize)
-        factor = self.factor * query_scale.load(self.float) if self.pairs is INT16 else self.factor
+        factor = self.factor * query_scale.load(self.float) if self.key.tiles.pairs is INT16 else self.factor
         logits: list[Value] = []
         for v in range(KEY_BLOCK // self.lanes):
             s = self.key.multiply_by_scales(score_row.at(v * tiles.align).load(self.vector), v) * factor
@@ -316,7 +278,7 @@ class Decode(Block):
             self.add_exponents(r, old_max - shift, alpha, weights, exponents)
         total.store(builder.fma(total.load(self.vector), alpha, sum_pairwise(weights)))
         weights = [self.value.multiply_by_scales(weight, v) for v, weight in enumerate(weights)]
-        self.store_factors(weights, score_row, self.weight_scales.at(r * tiles.itemsize))
+        self.value.store_factors(weights, score_row, self.weight_scales.at(r * tiles.itemsize))
 
     def symbols_at(self, r: Value, j: Value) -> dict[str, Value]:
         """Return the symbols of a query row and a vector of keys, except s."""
@@ -346,7 +308,7 @@ class Decode(Block):
     # -- values ---------------------------------------------------------------------------------------------------
     def accumulate_values(self) -> None:
         """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch the rows of K ahead."""
-        builder, tiles = self.builder, self.tiles
+        builder, tiles = self.builder, self.value.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
         widths = self.divide_columns(vectors)
@@ -363,7 +325,7 @@ class Decode(Block):
                     row = self.key.ahead.at((k * tiles.pair_size + u) * self.key.row_stride)
                     for at in lines:
                         builder.prefetch(row.at(at))
-                if self.paired:
+                if tiles.paired:
                     return self.value.load_row_pairs(k, range(first, first + width * self.lanes, 2 * self.lanes))
                 return list(self.value.load_vectors(k, first, width))
 
@@ -378,7 +340,7 @@ class Decode(Block):
                 for row_index, row in zip(row_indices, sums, strict=True):
                     alpha = self.alpha.at(row_index * tiles.itemsize).load(self.float)
                     totals = [total.get().to(self.float) for total in row]
-                    if self.pairs is INT16:
+                    if tiles.pairs is INT16:
                         scale = self.weight_scales.at(row_index * tiles.itemsize).load(self.float)
                         totals = [total * scale for total in totals]
                     for v, total in enumerate(totals):
@@ -391,7 +353,7 @@ class Decode(Block):
         For each vector of a pass, the registers hold the vector and the sums of the query rows. They also hold a
         weight, and numbers before they are widened, or products that are not added yet.
         """
-        others, pair = 1 if self.machine.has_fma and self.value_format.is_native else 3, self.tiles.pair_size
+        others, pair = 1 if self.machine.has_fma and self.value_format.is_native else 3, self.value.tiles.pair_size
         most = (self.machine.vector_registers - others) // (self.spec.unroll + 1) // pair * pair
         if self.value_format.name == "float16" and not self.value_format.has_conversion:
             most = self.tiles.vectors  # the conversion by integer operations takes many registers
@@ -401,7 +363,7 @@ class Decode(Block):
     # -- outputs --------------------------------------------------------------------------------------------------
     def store(self) -> None:
         """Store the split's O / l and lse by row; 0 and −∞ if the query row sees no key of the split."""
-        builder, args, tiles = self.builder, self.args, self.tiles
+        builder, args, tiles = self.builder, self.args, self.value.tiles
         unit = self.spec.nats_per_unit
         with builder.loop(0, self.num_rows) as r:
             total = self.running_sums.at(r * tiles.align).load(self.vector).sum()
@@ -421,7 +383,7 @@ class Decode(Block):
             step, size = tiles.pair_size * tiles.align, self.output_row_bytes
             with builder.loop(0, size, step) as at:
                 columns = [self.output.at(r * size + at + k).load(self.vector) for k in range(0, step, tiles.align)]
-                if self.paired:  # restore the order of the columns; see `load_row_pairs`
+                if tiles.paired:  # restore the order of the columns; see `load_row_pairs`
                     first, second = columns
                     columns = [first.interleave(second, half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)]
                 for k, row in enumerate(columns):

@@ -1,24 +1,39 @@
-"""The rows of K and V that the decoding kernel reads; in registers they are widened, or joined to pairs of bfloat16.
+"""The rows of K and V that the decoding kernel reads; in registers they are widened, or become pairs of 16 bits.
 
 The scales of quantised rows are widened once for each tile. If a row has only one scale, the scales of K multiply the
-scores, and the scales of V multiply the weights. The inner loops then read codes alone. If the processor multiplies
-pairs of bfloat16, these codes become bfloat16, which is exact.
+scores, and the scales of V multiply the weights. The inner loops then read codes alone.
+
+If the output has 16 bits, x86 multiplies codes of int8 as whole numbers. A row of Q becomes a scale times whole numbers
+of 16 bits, and so do the weights of a row for a tile times the scales of V. With ε = 2⁻¹⁶, the errors of a score and of
+the sums of a tile are at most
+
+    ε max_d |Q[r][d]| Σ_d |K[j][d]|        ε max_j (P[r][j] scale_j) Σ_j |code_j[d]|
+
+If numbers round independently, the standard deviation of the first error is at most √d / 258 of that of the codes of K.
+
+If the processor multiplies pairs of bfloat16, codes of int4 look up their group's 16 numbers, rounded to bfloat16. So
+these rows have the errors of a cache of bfloat16, besides those of their codes.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from ...arrays.row_formats import SCALE_BYTES
 from ..codegen.builder import Variable
 from ..codegen.formats import FloatFormat, PackedFormat
-from ..codegen.values import BYTE, INT16, INT64, Value, vector
+from ..codegen.math import FloatConstants
+from ..codegen.register_tile import INT16_PRODUCTS, RegisterTiles
+from ..codegen.values import BFLOAT, BYTE, INT16, INT32, INT64, Type, Value, vector
 from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES
 
 if TYPE_CHECKING:
     from .decode import Decode
 
+LARGEST_INT16 = 32767.0
 ROW_BYTES = 8  # the number of a row, INT64
 UNROLL = 4  # number of query rows, and number of keys, whose products are summed in registers together
 
@@ -35,39 +50,65 @@ class DecodeRows:
     start: Value
     ahead: Value
 
-    def __init__(self, decode: Decode, name: str, format: FloatFormat | PackedFormat) -> None:
-        self.decode, self.format = decode, format
-        self.tiles, self.lanes = decode.tiles, decode.lanes
+    def __init__(self, decode: Decode, name: str, format: FloatFormat | PackedFormat, width: int) -> None:
+        self.decode, self.format, self.lanes = decode, format, decode.lanes
+        self.tiles = RegisterTiles(decode.builder, decode.float, decode.machine, self.find_pairs(width))
         self.row_stride: Value = getattr(decode.args, f"{name}_row_stride")
         if isinstance(format, PackedFormat):
-            self.scales = self.tiles.scratch(KEY_BLOCK * format.num_scales * self.tiles.itemsize)
+            self.scale_bytes = SCALE_BYTES if format.has_row_scale else format.num_scales * self.tiles.itemsize
+            self.scales = self.tiles.scratch(KEY_BLOCK * self.scale_bytes)
+
+    def find_pairs(self, width: int) -> Type | None:
+        """Return the kind of the pairs that products of rows have, or None."""
+        decode, format = self.decode, self.format
+        has_products = decode.spec.dtype == "bfloat16" and decode.machine.has_bf16_dot
+        if not isinstance(format, PackedFormat):
+            return BFLOAT if has_products else None
+        if decode.format.itemsize != 2 or width % (2 * self.lanes):
+            return None
+        if format.name == "int8" and format.has_row_scale and decode.machine.vector_bytes in INT16_PRODUCTS:
+            return INT16
+        return BFLOAT if format.name == "int4" and has_products else None
 
     def row(self, start: Value, key: Value) -> Value:
         """Return the address of a key's row in the tile whose first row is at `start`."""
         return start.at(self.decode.visible_keys.row(key) * self.row_stride)
 
     def load_scales(self) -> None:
-        """Copy the scales of the quantised rows that are read: a row's only scale as it is, several ones widened.
-
-        After the last key, its scales are repeated.
-        """
+        """Copy the scales of the quantised rows that are read. After the last key, its scales are repeated."""
         builder, format = self.decode.builder, self.format
         if not isinstance(format, PackedFormat):
             return
         with builder.loop(0, KEY_BLOCK, UNROLL) as key:
             for k in range(UNROLL):
                 row = self.row(self.start, builder.minimum(key + k, self.decode.num_keys - 1))
-                if format.has_row_scale:
-                    scale = row.at(format.rows.code_bytes).load(INT16)
-                    self.scales.at((key + k) * SCALE_BYTES).store(scale)
-                else:
-                    format.copy_scales(row, self.scales.at((key + k) * (format.num_scales * self.tiles.itemsize)))
+                format.copy_scales(row, self.scales.at((key + k) * self.scale_bytes))
 
     def multiply_by_scales(self, numbers: Value, v: int) -> Value:
         """Return the numbers times the scales of the keys in vector `v`; unchanged unless a row has one scale."""
         if not (isinstance(self.format, PackedFormat) and self.format.has_row_scale):
             return numbers
         return numbers * self.format.scale_format.load(self.scales.at(v * self.lanes * SCALE_BYTES), self.lanes)
+
+    def store_factors(self, numbers: list[Value], target: Value, scale: Value) -> None:
+        """Store vectors of a row of Q or of weights as factors of products, and their scale if factors are INT16.
+
+        The error of an INT16 is at most 2⁻¹⁶ of the largest magnitude. The scale is NaN if a number is NaN or ∞.
+        """
+        builder, size = self.decode.builder, self.tiles.align // self.tiles.pair_size
+        factors = numbers
+        if self.tiles.pairs is BFLOAT:
+            factors = [x.to(BFLOAT) for x in numbers]
+        elif self.tiles.pairs is INT16:
+            magnitudes = [builder.call_intrinsic("fabs", x) for x in numbers]
+            largest = reduce(builder.maximum, magnitudes).reduce(builder.maximum)
+            scale.store(largest / LARGEST_INT16 + reduce(operator.add, [x * 0.0 for x in numbers]).sum())
+            inverse = builder.value(LARGEST_INT16, largest.type) / largest
+            inverse = builder.where(largest < 2.0**-100, 0.0, inverse)  # it may be ∞
+            rounding_constant = FloatConstants(largest).rounding_constant
+            factors = [(x * inverse + rounding_constant).bits(INT32).to(INT16) for x in numbers]
+        for v, x in enumerate(factors):
+            target.at(v * size).store(x)
 
     def load_vectors(self, key: Value, first: Any, count: int) -> Iterator[Value]:
         """Load `count` vectors of a row from the column `first` on.
@@ -76,28 +117,30 @@ class DecodeRows:
         """
         row, format = self.row(self.start, key), self.format
         if self.tiles.paired:
-            numbers = (self.load_16_bits(row, first + 2 * k * self.lanes) for k in range(count))
-            return (pairs.bitcast(self.tiles.operand_vector) for pairs in numbers)
+            columns = range(0, 2 * count * self.lanes, 2 * self.lanes)
+            return (self.load_16_bits(key, first + c).bitcast(self.tiles.operand_vector) for c in columns)
         if isinstance(format, PackedFormat):
             if format.has_row_scale:
                 return (format.load_codes(row, first + k * self.lanes, self.lanes) for k in range(count))
-            scales = self.scales.at(key * (format.num_scales * self.tiles.itemsize))
-            return format.load_columns(row, first, count, self.lanes, scales)
+            return format.load_columns(row, first, count, self.lanes, self.scales.at(key * self.scale_bytes))
         return format.load_columns(row, first, count, self.lanes)
 
-    def load_16_bits(self, row: Value, column: Any) -> Value:
+    def load_16_bits(self, key: Value, column: Any) -> Value:
         """Load the numbers of two vectors of columns, as bits of bfloat16 or as codes."""
-        if isinstance(self.format, PackedFormat):
+        row, format = self.row(self.start, key), self.format
+        if isinstance(format, PackedFormat):
+            if format.name == "int4":
+                return format.load_bfloats(row, column, self.scales.at(key * self.scale_bytes))
             return row.at(column).load(vector(BYTE, 2 * self.lanes)).to(INT16)
         return row.at(column * 2).load(vector(INT16, 2 * self.lanes))
 
     def load_row_pairs(self, k: Value, columns: Sequence[int]) -> list[Value]:
         """Return the rows 2k and 2k + 1 joined to pairs. Columns are permuted within every two vectors."""
         minimum, last = self.decode.builder.minimum, self.decode.num_keys - 1
-        rows = [self.row(self.start, minimum(k * 2 + u, last)) for u in range(2)]
+        keys = [minimum(k * 2 + u, last) for u in range(2)]
         pairs: list[Value] = []
         for column in columns:
-            low, high = (self.load_16_bits(row, column) for row in rows)
+            low, high = (self.load_16_bits(key, column) for key in keys)
             halves = (low.interleave(high, half, 1, SHUFFLE_BYTES // 2) for half in range(2))
             pairs += [half.bitcast(self.tiles.operand_vector) for half in halves]
         return pairs
