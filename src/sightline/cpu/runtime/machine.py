@@ -1,8 +1,8 @@
 """The machine, or LLVM target, that kernels are compiled for: its vector registers and its instructions.
 
-Four machines have names, and `host` returns the machine of this process. One code generator serves every machine. A
-machine consists of LLVM's description of the target. The width and number of vector registers and every other property
-are derived from the description.
+Four machines have names. `native_machine` asks LLVM for the features of the processor, and `host` returns that machine
+or the one that SIGHTLINE_CPU names. One code generator serves every machine. The width and number of vector registers
+and every other property are derived from the features.
 """
 
 from __future__ import annotations
