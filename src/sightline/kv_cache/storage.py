@@ -152,8 +152,11 @@ class Storage:
             return
         if isinstance(rows, int):
             rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
-        parts = zip(self._arrays, (key, value), self.row_formats, strict=True)
-        self.squares = self.squares + [_write_quantized(*part[:2], rows, part[2]) for part in parts]  # not in place
+        from ..cpu.kernels.quantize import quantize  # loads llvmlite
+
+        self.squares = self.squares + quantize((key, value), self._arrays, rows, self.row_formats)  # not in place
+        for array in self._arrays:  # no entry changes, but torch counts a write: it does not see that of generated code
+            array[:0] = 0
 
     def move_rows(self, sources: Any, targets: Any) -> None:
         """Copy row sources[b, r] to row targets[b, r] of sequence b, unless the target is −1."""
@@ -220,19 +223,6 @@ def _write(target: Any, array: Any, rows: Any) -> None:
     b, row = np.nonzero(rows >= 0)
     if b.size:
         target[b, :, rows[b, row]] = namespace(array).astype(array[b, :, row], target.dtype)
-
-
-def _write_quantized(storage: Any, array: Any, rows: Any, row_format: RowFormat) -> Any:
-    """Set storage[b, :, rows[b, r]] to the codes and scales of array[b, :, r], unless rows[b, r] is −1.
-
-    Return Σ (x − x̂)² and Σ x² of the written numbers as an array.
-    """
-    from ..cpu.kernels.quantize import quantize  # loads llvmlite
-
-    sums = np.zeros(2)
-    quantize(array, storage, rows, row_format, sums)
-    storage[:0] = 0  # changes no entry, but counts as a write of torch, which does not see that of generated code
-    return sums
 
 
 def _reorder(array: Any, order: Any, used: int, in_place: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The kernel that appends rows to a quantised cache, and its call.
+"""The kernel that appends rows of keys and values to a quantised cache, and its call.
 
 Each group of numbers becomes codes, a scale and maybe an offset:
 
@@ -13,6 +13,7 @@ Scale and offset are rounded to their storage type first. Codes are rounded to t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,23 +33,19 @@ from .kernel_spec import round_up
 
 QUANTIZE_KERNEL = "sightline_quantize"
 ROUNDING_CONSTANT = 1.5 * 2.0**23  # x + this number has the whole number nearest to x in its low bits
-STRIDES = ("batch_stride", "head_stride", "row_stride", "column_stride")
+WORDS = {"": POINTER} | dict.fromkeys(("_batch_stride", "_head_stride", "_row_stride", "_column_stride"), INT64)
+ARRAYS = ("key_source", "value_source", "key_target", "value_target")  # (B, G, t, d), (B, G, capacity, bytes of a row)
 QUANTIZE_FIELDS: dict[str, Any] = {
-    "source": POINTER,  # (B, G, t, d) with these strides in bytes
-    **{f"source_{name}": INT64 for name in STRIDES},
-    "target": POINTER,  # (B, G, capacity, bytes of a row)
-    **{f"target_{name}": INT64 for name in STRIDES},
+    **{array + word: kind for array in ARRAYS for word, kind in WORDS.items()},  # strides are in bytes
     "target_rows": POINTER,  # (B, t) int64: the row of the target; −1 for padding
-    "B": INT64,
-    "G": INT64,
-    "t": INT64,
-    "sums": POINTER,  # two float64
+    **dict.fromkeys(("B", "G", "t"), INT64),
+    "sums": POINTER,  # (2, 2) float64, the result of `quantize`
 }
 
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """What is compiled into the kernel: formats of the rows, and whether the numbers of a source row are adjacent."""
+    """What is compiled for keys or values: row formats, and whether the numbers of a source row are adjacent."""
 
     row_format: RowFormat
     dtype: str  # of the source
@@ -56,38 +53,32 @@ class QuantizeSpec:
 
 
 class Quantize:
-    """Write the kernel into a module."""
+    """Write the code that quantises rows of keys or of values; `name` is "key" or "value"."""
 
-    def __init__(self, spec: QuantizeSpec, machine: Machine) -> None:
-        self.spec, self.row_format, self.machine = spec, spec.row_format, machine
+    def __init__(self, args: LoadedArguments, name: str, spec: QuantizeSpec, machine: Machine) -> None:
+        self.spec, self.row_format = spec, spec.row_format
+        self.builder = builder = args.sums.builder
+        self.source, self.target = (
+            [getattr(args, f"{name}_{array}{word}") for word in WORDS] for array in ("source", "target")
+        )
         self.source_format = format_of(spec.dtype, machine)
         self.packed = PackedFormat(spec.row_format, machine)
         self.lanes = machine.vector_bytes // FLOAT.itemsize
-
-    def write(self, name: str) -> Module:
-        self.builder = builder = Builder(Module(), name)
-        self.args = args = LoadedArguments(builder, QUANTIZE_FIELDS)
-        width, filled = self.row_format.width, self.row_format.group if self.row_format.dtype == "int4" else 1
-        self.stop = round_up(round_up(width, filled), self.lanes)
+        filled = self.row_format.group if self.row_format.dtype == "int4" else 1
+        self.stop = round_up(round_up(self.row_format.width, filled), self.lanes)
         self.numbers = builder.scratch(FLOAT, self.stop)  # a source row, widened
         self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
-        with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
-            position = args.target_rows.at((b * args.t + r) * 8).load(INT64)
-            with builder.if_then(position >= 0), builder.loop(0, args.G) as g:
-                source = args.source.at(b * args.source_batch_stride + g * args.source_head_stride)
-                target = args.target.at(b * args.target_batch_stride + g * args.target_head_stride)
-                self.load_row(source.at(r * args.source_row_stride))
-                self.write_row(target.at(position * args.target_row_stride))
-        for offset, total in ((0, self.errors), (8, self.squares)):
-            place = args.sums.at(offset)
-            place.store(place.load(DOUBLE) + total.get())
-        builder.finish()
-        return builder.module
+
+    def quantize_row(self, b: Value, g: Value, r: Value, position: Value) -> None:
+        """Write row r of the source of batch b and head g to row `position` of the target."""
+        (source, *steps), (target, *target_steps) = self.source, self.target
+        self.load_row(source.at(b * steps[0] + g * steps[1] + r * steps[2]))
+        self.write_row(target.at(b * target_steps[0] + g * target_steps[1] + position * target_steps[2]))
 
     def load_row(self, source: Value) -> None:
         """Copy a row of the source, widened to float32. Copies of its last number fill the rest of `numbers`."""
         builder, width, format = self.builder, self.row_format.width, self.source_format
-        stride = format.itemsize if self.spec.unit_stride else self.args.source_column_stride
+        stride = format.itemsize if self.spec.unit_stride else self.source[-1]
         whole = width // self.lanes * self.lanes if self.spec.unit_stride else 0
         with builder.loop(0, whole, self.lanes) as c:
             self.numbers.at(c * 4).store(format.load_column(source, c, self.lanes).to(FLOAT))
@@ -169,25 +160,44 @@ def _float_to_e4m3(builder: Builder, x: Value) -> Value:
     return builder.where(magnitude < 121 << 23, subnormal, normal) | ((bits >> 24) & 0x80)
 
 
-def quantize(array: Any, storage: Any, rows: Any, row_format: RowFormat, sums: Any) -> None:
+def write_quantize(specs: Sequence[QuantizeSpec], machine: Machine) -> Module:
+    """Return the module of the kernel. `specs` are those of keys and of values."""
+    builder = Builder(Module(), QUANTIZE_KERNEL)
+    args = LoadedArguments(builder, QUANTIZE_FIELDS)
+    parts = [Quantize(args, name, spec, machine) for name, spec in zip(("key", "value"), specs, strict=True)]
+    with builder.loop(0, args.B) as b, builder.loop(0, args.t) as r:
+        position = args.target_rows.at((b * args.t + r) * 8).load(INT64)
+        with builder.if_then(position >= 0), builder.loop(0, args.G) as g:
+            for part in parts:
+                part.quantize_row(b, g, r, position)
+    for k, part in enumerate(parts):
+        args.sums.at(16 * k).store(part.errors.get())
+        args.sums.at(16 * k + 8).store(part.squares.get())
+    builder.finish()
+    return builder.module
+
+
+def quantize(arrays: Sequence[Any], storages: Sequence[Any], rows: Any, formats: tuple[RowFormat, RowFormat]) -> Any:
     """Write array[b, :, r] to storage[b, :, rows[b, r]], quantised, for every b and r with rows[b, r] ≠ −1.
 
-    array : (B, G, t, width) floats
-    storage : (B, G, capacity, row_format.row_bytes) uint8
-    rows : (B, t) int64, contiguous
-    sums : two float64, to which Σ (x − x̂)² and Σ x² are added
+    Return Σ (x − x̂)² and Σ x² of the written numbers as a (2, 2) array, a row for keys and one for values.
+
+    arrays : keys and values, (B, G, t, width) floats
+    storages : those of keys and values, (B, G, capacity, bytes of a row) uint8
+    rows : (B, t) int64
     """
-    array, storage = detach(array), detach(storage)
-    rows = np.ascontiguousarray(rows, np.int64)
-    strides = strides_of(array)
-    spec, key = _make_spec(row_format, dtype_name(array), strides[-1] == array.itemsize)
-    address = HOST.kernel(key, QUANTIZE_KERNEL, lambda: Quantize(spec, HOST.machine).write(QUANTIZE_KERNEL))
-    words = [address_of(array), *strides, address_of(storage), *strides_of(storage), address_of(rows)]
-    packed = np.array([*words, *array.shape[:3], address_of(sums)], np.int64)  # in the order of `QUANTIZE_FIELDS`
+    own = [detach(array) for array in (*arrays, *storages)]
+    rows, sums, strides = np.ascontiguousarray(rows, np.int64), np.empty((2, 2)), [strides_of(array) for array in own]
+    are_contiguous = tuple([own[k].itemsize == strides[k][-1] for k in range(2)])
+    specs, key = _make_specs(formats, dtype_name(own[0]), are_contiguous)
+    address = HOST.kernel(key, QUANTIZE_KERNEL, lambda: write_quantize(specs, HOST.machine))
+    words = [word for array, steps in zip(own, strides, strict=True) for word in (address_of(array), *steps)]
+    packed = np.array([*words, address_of(rows), *own[0].shape[:3], address_of(sums)], np.int64)  # `QUANTIZE_FIELDS`
     KERNEL_FUNCTION(address)(address_of(packed))
+    return sums
 
 
 @cache
-def _make_spec(row_format: RowFormat, dtype: str, unit_stride: bool) -> tuple[QuantizeSpec, str]:
-    spec = QuantizeSpec(row_format, dtype, unit_stride)
-    return spec, repr(spec)
+def _make_specs(formats: Any, dtype: str, are_contiguous: tuple[bool, ...]) -> tuple[list[QuantizeSpec], str]:
+    specs = [QuantizeSpec(row_format, dtype, unit) for row_format, unit in zip(formats, are_contiguous, strict=True)]
+    return specs, repr(specs)
