@@ -18,8 +18,8 @@ SHARED = "stored and read once for several sequences; the figures below count a 
 class Explanation:
     """The kernel of an attention call, the reasons for the choice of that kernel, and the cost of the call.
 
-    `bytes_read_and_written`, `memory` and `dense_memory` are in bytes. `flops` and `dense_flops` count a multiplication
-    and an addition as two operations. The prefix `dense_` means attention that stores all n × m weights.
+    `bytes_read_and_written`, `memory` and `dense_memory` are in bytes; tables and dense masks count. `flops` and
+    `dense_flops` count a multiplication and an addition as two operations. `dense_` means that all weights are stored.
     """
 
     shape: str
@@ -49,8 +49,7 @@ class Explanation:
         B, H, n, m = problem.extent
         pairs = plan.kernel.pairs(problem)
         tiles = find_tile_ranges(problem.mask, problem.extent, *COUNTED_TILE).tiles if pairs is None else {}
-        total = sum(tiles.values())
-        share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
+        share = (tiles["full"] + tiles["partial"]) / max(sum(tiles.values()), 1) if tiles else 0.0
         dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
         stored, width = "", itemsize(problem.dtype)
         width_of_keys: int = (problem.d_k + problem.d_v) * width
@@ -58,6 +57,7 @@ class Explanation:
             stored = ", keys in {}, values in {}".format(*[row_format.dtype for row_format in problem.row_formats])
             width_of_keys = sum(row_format.row_bytes for row_format in problem.row_formats)
         rows = B * (H * n * (problem.d_k + problem.d_v) * width + problem.G * m * width_of_keys)
+        rows += sum(int(table.array.nbytes) for table in problem.tables)
         seen = sum(math.prod(shape) * itemsize(dtype) for s in problem.see for shape, dtype in s.outputs(problem))
         return cls(
             shape=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "

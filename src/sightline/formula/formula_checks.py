@@ -296,5 +296,5 @@ def _check_reads(
         f"to {high:.0f}, and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
         f"indices from 0 to {node.table.shape[axis] - 1} wherever the mask allows the pair",
         _suggest_document_lengths(node, extent)
-        + "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
+        + "shift the index, enlarge the table, or clip it: np.clip(i - j, -16, 16) + 16 reads 33 entries",
     )

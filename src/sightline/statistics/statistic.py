@@ -477,17 +477,15 @@ def _reduce(of: Statistic, how: str, axis: Any, weights: Any) -> Statistic:
     Sums over layers come last. Means come after selections, except those that kernels compute; see `Mean`.
     """
     if axis not in ("heads", "batch", "layers"):
-        raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', f'weights().{how}("heads")')
+        cure = f'weights().{how}("heads"), or sightline.sum(formula, over=(i, j)) for queries and keys'
+        raise ParameterError(f"{how}({axis!r})", '"heads", "batch" or "layers"', cure)
     if isinstance(of, OverLayers) and axis == "layers":
         raise ParameterError(f'a sum or mean over "layers" of {of!r}', "one sum or mean over layers", "leave one out")
     if isinstance(of, OverLayers) or (isinstance(of, Selection) and axis != "layers" and not of.axes):
         return replace(of, of=_reduce(of.of, how, axis, weights))
     if of.finds:
-        raise ParameterError(
-            f"{of}.{how}({axis!r}), which finds positions",
-            "statistics without positions",
-            "average its arrays yourself",
-        )
+        given = f"{of}.{how}({axis!r}), which finds positions"
+        raise ParameterError(given, "statistics without positions", "average its arrays yourself")
     if weights is not None and axis != "heads":
         raise ParameterError(f"{how}({axis!r}, weights=...)", 'weights for "heads"', f'{how}("heads", weights=...)')
     if axis == "layers":

@@ -173,7 +173,7 @@ def over_image(weights: Any, image: Any, axis: Any = None, *, title: str | None 
     pixels = plotting.drop_leading_axes(image, 3)
     if not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
         given = f"an image of shape {np.shape(image)}"
-        cure = "over_image(weights, image[0].permute(1, 2, 0)) for a tensor (1, 3, height, width)"
+        cure = "over_image(weights, image.squeeze(0).permute(1, 2, 0)) for a tensor (3, height, width)"
         raise ShapeError(given, "(height, width), (height, width, 3) or (height, width, 4)", cure)
     height, width = pixels.shape[:2]
     heads = values.reshape(-1, *values.shape[-2:])
