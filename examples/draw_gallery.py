@@ -3,8 +3,9 @@
     python examples/draw_gallery.py [--folder docs/gallery]
 
 An example that follows a picture on the page assigns a matplotlib figure or axis to `picture`. The script saves that
-figure under the name of the picture. So the code on the page is the code that draws. The script also writes each
-picture without text to the folder `small`, for the tables at the head of the page.
+figure under the name of the picture. So the code on the page is the code that draws. Figures of plain matplotlib get
+the colours of the site. The script also writes each picture without text to the folder `small`, for the tables at the
+head of the page.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from doctest import DocTestParser
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps, rc_context
 from rich.console import Console
 
-from sightline.view.styled_figure import dark_colours
+from sightline.view.palette import LIGHT
+from sightline.view.plotting import colour_map
+from sightline.view.styled_figure import STYLE, dark_colours
 
 PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 FOLDER = PAGE.parent / "gallery"
@@ -94,8 +98,13 @@ def main(folder: Path = FOLDER) -> list[Path]:
     (folder / "small").mkdir(parents=True, exist_ok=True)
     names: dict[str, Any] = {}
     written = []
+    sides = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
+    sizes = {f"{axis}tick.major.size": 0 for axis in "xy"}
+    colormaps.register(colours := colour_map(), force=True)
+    style = STYLE | sides | sizes | {"figure.facecolor": LIGHT.ground, "image.cmap": colours.name}
     for picture, code in read_examples(PAGE.read_text(encoding="utf-8")):
-        exec(compile(code, f"<the example of {picture}>", "exec"), names)
+        with rc_context(style):
+            exec(compile(code, f"<the example of {picture}>", "exec"), names)
         if picture is not None:
             figure = names.pop("picture").figure  # `figure.figure` of a figure is itself
             fit(figure)
