@@ -17,9 +17,8 @@ import sightline
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
-# modules of `sightline` with public names, apart from the one that the build of the pages cannot import
-SUBMODULES = {*sightline.SUBMODULES} - {"lightning"}
-PUBLIC = ("", *SUBMODULES, "torch.distributed", "torch.flex", "errors", "reference", "view.explorer")
+# modules of `sightline` with public names
+PUBLIC = ("", *sightline.SUBMODULES, "torch.distributed", "torch.flex", "errors", "reference", "view.explorer")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 API = re.compile(r"^```\{api\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

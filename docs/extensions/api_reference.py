@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from docutils import nodes
@@ -50,6 +52,8 @@ class Docstring(NumpyDocString):
 def resolve(name: str) -> Any:
     """Return the object of a full name."""
     module, _, own_name = name.rpartition(".")
+    if module == "sightline.lightning":  # its base class is of a package that need not be installed
+        sys.modules.setdefault("pytorch_lightning", SimpleNamespace(Callback=object))  # type: ignore[arg-type]
     return getattr(import_module(module), own_name)
 
 
