@@ -19,13 +19,14 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#)")
 
 
 def mirror(app: Any, docname: str, source: list[str]) -> None:
-    """Replace the text of a page of `mirrored_pages`. Links of the file are relative to the root."""
+    """Replace the first line of a page of `mirrored_pages`. Links of the file are relative to the root."""
     home = f"]({app.config.root_doc}.md"
     if docname in app.config.mirrored_pages:
         path = app.srcdir.parent / app.config.mirrored_pages[docname]
         app.env.note_dependency(path, docname=docname)
         text = LINK.sub("../", path.read_text(encoding="utf-8")).replace("](../docs/", "](")
-        source[0] = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?", home, text)
+        own = source[0].partition("\n")[2]
+        source[0] = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?", home, text) + own
 
 
 def is_file_link(node: nodes.Node) -> bool:
