@@ -97,7 +97,7 @@ def mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
 
 
 class CallLookup:
-    """Reads arrays and looks calls up, in Python, or by generated code from the first repeated call on.
+    """Reads arrays and looks calls up in Python. The first repeated call generates code that does so in later calls.
 
         find_or_run(entries, structure, numbers, operand, ..., table, ...)
             →  (entry, results, layouts, address of operand, ..., address of table, ...), or the only result
@@ -125,7 +125,7 @@ class CallLookup:
         self.serve_tensors(NO_TENSORS)
 
     def serve_tensors(self, tensors: Tensors) -> None:
-        """From now on, read tensors of torch in the way that `tensors` describes, in Python until the next call."""
+        """From now on, read tensors of torch as `tensors` describes, in Python until the next call that is found."""
         self.tensors, self.is_generated = tensors, False
         self.find_or_run: Callable[..., Any] = self.find_in_python
 
@@ -239,17 +239,8 @@ class FirstCall(NamedTuple):
 
     def describe(self) -> tuple[EntryArguments, tuple[str, ...]]:
         """Return the arguments of `Entry`, and the dtypes of the forward kernel's outputs for the statistics."""
-        problem = self.problem
-        dtypes: list[str] = []
-
-        def next_index(_: tuple[int, ...], dtype: str) -> int:  # in place of a new array
-            dtypes.append(dtype)
-            return len(dtypes) - 1
-
-        fused, statistics = FusedStatistics(problem, next_index), []
-        for statistic in problem.see:
-            indices = fused.arrays_of(statistic) or [0, -1]
-            outputs = slice(indices[0], indices[-1] + 1)
-            statistics.append(CachedStatistic(statistic.map_formulas(lambda _: None), outputs))
+        problem, fused = self.problem, FusedStatistics(self.problem)
+        statistics = [CachedStatistic(x.map_formulas(lambda _: None), fused.places_of(x)) for x in problem.see]
         squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
-        return (problem.framework, tuple(statistics), squeezed_axis, self.hook), tuple(dtypes)
+        dtypes = tuple([dtype for _, dtype in fused.outputs])
+        return (problem.framework, tuple(statistics), squeezed_axis, self.hook), dtypes

@@ -48,36 +48,36 @@ def cache_key_of(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | No
 class FusedStatistics:
     """The statistics that a generated forward kernel computes beside the softmax, and their output arrays.
 
-    empty : function of a shape and the name of a dtype that returns a new array
+    empty : function of a shape and the name of a dtype that returns a new array; without it there are no arrays
 
-    max_score : the arrays of the largest scores and of their keys; empty if `max_score` is not requested
-    entropy : the array in a list; empty if `entropy` is not requested
-    sums : the array of each sum with a factor, by `id(statistic)`
-    factors : these factors
+    outputs : (name, dtype) of each output array in the order of a kernel's arguments
+        The name is "max_score" for the largest scores and for their keys, "entropy", or `id(statistic)` of a sum.
+    arrays : the output arrays
+    factors : the factors of the sums
     """
 
-    def __init__(self, problem: Problem, empty: Callable[[tuple[int, ...], str], Any]) -> None:
+    def __init__(self, problem: Problem, empty: Callable[[tuple[int, ...], str], Any] | None = None) -> None:
         requested = [x for x in problem.see if isinstance(x, Reduction)]
         factors = {id(x): x.factor for x in requested if x.factor is not None}
-        roles = {x.fused_role for x in requested}
-        shape, accumulator = (*problem.batch_shape, problem.H, problem.n), problem.accumulator
+        names, accumulator = {x.fused_role for x in requested}, problem.accumulator
+        outputs = [("max_score", accumulator), ("max_score", "int64"), ("entropy", accumulator)]
+        self.outputs: list[tuple[Any, str]] = [output for output in outputs if output[0] in names]
+        self.outputs += [(name, accumulator) for name in factors]
+        shape = *problem.batch_shape, problem.H, problem.n
+        self.arrays = [] if empty is None else [empty(shape, dtype) for _, dtype in self.outputs]
+        self.factors = tuple(factors.values())
 
-        def allocate(role: str, *dtypes: str) -> list[Any]:
-            return [empty(shape, dtype) for dtype in dtypes] if role in roles else []
-
-        self.max_score, self.entropy = allocate("max_score", accumulator, "int64"), allocate("entropy", accumulator)
-        self.sums, self.factors = {key: empty(shape, accumulator) for key in factors}, tuple(factors.values())
-
-    @property
-    def arrays(self) -> list[Any]:
-        """The output arrays in the order of a kernel's arguments."""
-        return [*self.max_score, *self.entropy, *self.sums.values()]
+    def places_of(self, statistic: Statistic | str) -> slice:
+        """Return the places of the arrays of a statistic, or of those with a name, among the outputs."""
+        name: Any = statistic if isinstance(statistic, str) else statistic.fused_role
+        name = id(statistic) if name == "sum" else name
+        names = [other for other, _ in self.outputs]
+        first = names.index(name) if name in names else 0
+        return slice(first, first + names.count(name))
 
     def arrays_of(self, statistic: Statistic) -> list[Any] | None:
         """Return the arrays of a requested statistic; None if the forward kernel does not compute it."""
-        if id(statistic) in self.sums:
-            return [self.sums[id(statistic)]]
-        return {"max_score": self.max_score, "entropy": self.entropy}.get(statistic.fused_role or "")
+        return self.arrays[self.places_of(statistic)] or None
 
 
 def formulas_of(see: Sequence[Statistic]) -> list[Expression]:

@@ -300,5 +300,4 @@ class CpuFusedStatistics(FusedStatistics):
     def __init__(self, problem: Problem, unread: Sequence[Expression] | None = None) -> None:
         super().__init__(problem, np.empty)
         self.unread = formulas_of(problem.see)[len(self.factors) :] if unread is None else unread
-        roles = {"max_score": self.max_score[:1], "entropy": self.entropy, "sum": self.sums}
-        self.roles = tuple([role for role, arrays in roles.items() for _ in arrays])
+        self.roles = tuple(["sum" if type(name) is int else name for name, dtype in self.outputs if dtype != "int64"])

@@ -50,10 +50,11 @@ class GpuFusedStatistics(FusedStatistics):
         names = [name for name, _, _ in self.formulas]
         calls = [f"{name}(s, b, h, i, j, n, m, tables)" for name in names]
         summands_at = operands.combine_functions(names, calls, "summands_at")
-        flags = {"max_score": bool(self.max_score), "entropy": bool(self.entropy)}
-        max_score, (entropy,) = self.max_score or (None, None), self.entropy or (None,)
+        max_score, entropy = (self.arrays[self.places_of(name)] for name in ("max_score", "entropy"))
+        flags, sums = {"max_score": bool(max_score), "entropy": bool(entropy)}, self.arrays[len(max_score + entropy) :]
+        seen = *(max_score or (None, None)), *(entropy or (None,)), tuple(sums)
         return base_arguments | {
-            "arrays": base_arguments["arrays"]._replace(seen=(*max_score, entropy, tuple(self.sums.values()))),
+            "arrays": base_arguments["arrays"]._replace(seen=seen),
             "formulas": base_arguments["formulas"]._replace(summands_at=summands_at),
             "meta": replace(base_arguments["meta"], **flags),
         }
