@@ -6,8 +6,9 @@ import numpy as np
 
 import sightline
 from sightline import i, j, p, s, where
+from sightline.call.gradient_parts import is_lse_too_large
 from sightline.cpu import Cpu
-from sightline.cpu.launch.weights_pass import bind_passes, is_lse_imprecise, run_first
+from sightline.cpu.launch.weights_pass import bind_passes, run_first
 from sightline.cpu.runtime.processor import HOST
 from sightline.reference.definition import compute_stages
 from sightline.statistics import Mean, TopK, pooled, received, weights
@@ -16,7 +17,7 @@ from statistic_definitions import check_results
 
 def compute(problem, lse, *statistics, threads=2, processor=HOST):
     """Return the arrays of each statistic, by as few passes as possible; None if streaming must compute them."""
-    if is_lse_imprecise(problem, lse):
+    if is_lse_too_large(lse, problem.accumulator, or_nonfinite=True):
         return None
     if 0 in problem.extent:  # there is no pass if there is nothing to compute
         return list(Cpu().run(problem.with_statistics(*statistics)).seen)
@@ -52,8 +53,7 @@ def check_everything(problem, maxima=False, **options):
     """Check every statistic of a problem with uneven parameters, and return the results as a list of arrays."""
     n, m = problem.n, problem.m
     alone = [received(), pooled(5, 7), TopK(5), weights(), weight_sums(problem)]
-    if maxima:
-        alone += [received("max"), pooled(2, 3, "max", ((n // 3, n), (m // 2, m)))]
+    alone += [received("max"), pooled(2, 3, "max", ((n // 3, n), (m // 2, m)))] * maxima
     results = check(problem, *alone, several(problem), formulas(problem), sightline.sum(p * s, over=()), **options)
     return [array for one in results for array in (one if isinstance(one, tuple) else (one,))]
 

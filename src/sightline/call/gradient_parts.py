@@ -16,13 +16,15 @@ MAX_LSE_DIFFERENCE = 2.0**-12  # of two computations of one lse; the weights the
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 
-def is_lse_too_large(lse: Any, accumulator: str) -> bool:
+def is_lse_too_large(lse: Any, accumulator: str, or_nonfinite: bool = False) -> bool:
     """True if a finite |lse| exceeds `MAX_LSE`, so that the weights exp(score − lse) of a query may not sum to 1.
 
-    The scores of the backward pass are then rounded differently from the scores that made the lse.
+    The scores of a later pass are then rounded differently from the scores that made the lse. With `or_nonfinite`, an
+    lse of NaN or +∞ also gives True. The forward kernel sets `imprecise_lse_flag` in the same cases.
     """
-    magnitudes = np.abs(to_numpy(lse))
-    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
+    lse = to_numpy(lse)
+    is_read = lse != -np.inf if or_nonfinite else np.isfinite(lse)
+    return not bool(np.max(np.abs(lse), where=is_read, initial=0.0) <= MAX_LSE[accumulator])
 
 
 def find_learned_lookups(problem: Problem, wanted_tables: Collection[int]) -> list[tuple[int, Lookup, int]]:

@@ -99,9 +99,9 @@ def compute_statistics(
     """Return two tuples: the result of each statistic of `problem.see`, and the bound weights passes.
 
     A weights pass is a second kernel, for statistics that the forward kernel does not compute. The kernel `Streaming`
-    computes the statistics that no CPU kernel computes, and all that need weights if `is_lse_imprecise` is true.
+    computes the statistics that no CPU kernel computes, and all that need weights if an lse is NaN, +∞ or too large.
     """
-    is_imprecise = weights_pass.is_lse_imprecise(problem, lse)
+    is_imprecise = is_lse_too_large(lse, problem.accumulator, or_nonfinite=True)
     passes: list[Any] = []
     arrays: dict[int, list[Any]] = {}
     for bound in [] if is_imprecise else weights_pass.bind_passes(problem, processor):

@@ -2,7 +2,7 @@
 
 `bind_passes` prepares the passes of a problem's statistics, and `run_first` runs a pass for this problem. One pass
 computes several statistics. A pass takes lse (..., H, n), float64 in nats. If an lse is NaN, +∞ or too large
-(`is_lse_imprecise`), the kernel `Streaming` must compute the statistics.
+(`is_lse_too_large`), the kernel `Streaming` must compute the statistics.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from ...arrays.operations import Framework, convert, dtype_name, empty, framework, namespace, resolve_dtype, to_numpy
-from ...call.gradient_parts import MAX_LSE
 from ...call.problem import Problem
 from ...formula.expression import Expression
-from ...statistics import Statistic
+from ...statistics import Mean, Reduction, Statistic
 from ...statistics.dispatch import formulas_of, is_in_weights_pass
 from ...statistics.reduction import join_extrema
 from ..codegen.abi import WEIGHTS_CALL_FIELDS
@@ -105,11 +104,10 @@ def bind_passes(problem: Problem, processor: Processor = HOST) -> list[Bound]:
     for index, statistic in enumerate(problem.see):
         if not can_serve(problem, statistic):
             continue
-        group = next((group for group in groups if _can_join(statistic, [problem.see[k] for k in group])), None)
-        if group is None:
-            groups.append([index])
-        else:
-            group.append(index)
+        group = next((group for group in groups if _can_join(statistic, [problem.see[k] for k in group])), [])
+        if not group:
+            groups.append(group)
+        group.append(index)
     return [_bind(problem, tuple(group), processor) for group in groups]
 
 
@@ -131,20 +129,11 @@ def run_first(problem: Problem, lse: Any, bound: Bound) -> list[list[Any]] | Non
     return bound_pass.finish(arrays)
 
 
-def is_lse_imprecise(problem: Problem, lse: Any) -> bool:
-    """True if an lse is NaN or +∞, or exceeds `MAX_LSE` in size, so that the weights e^(S − lse) would not sum to 1.
-
-    The forward kernel sets `imprecise_lse_flag` in the same cases.
-    """
-    magnitudes = np.abs(np.where(to_numpy(lse) == -np.inf, 0.0, to_numpy(lse)))
-    return not bool(np.max(magnitudes, initial=0.0) <= MAX_LSE[problem.accumulator])
-
-
 def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
     """True if a pass that computes the statistics `others` can compute this one as well."""
-    joined: list[Any] = [x.unaveraged for x in (statistic, *others)]
+    joined = [x.unaveraged for x in (statistic, *others)]
     axes = [x.axes for x in joined]
-    is_alone = "" in axes or any(x.axes == "ij" and x.within for x in joined)
+    is_alone = "" in axes or any(isinstance(x, Reduction) and x.axes == "ij" and x.within for x in joined)
     has_both = axes.count("ij") > 1 or sum([x.k > 0 for x in joined]) > 1
     return not (is_alone or has_both) and len(joined) <= MAX_STATISTICS
 
@@ -177,10 +166,10 @@ def _bind(problem: Problem, indices: tuple[int, ...], processor: Processor) -> B
     return arguments, StatisticsPass(call, arrays, indices, reads_formulas)
 
 
-def _role(statistic: Any, formulas: Sequence[Expression]) -> str | ReductionRole:
+def _role(statistic: Statistic, formulas: Sequence[Expression]) -> str | ReductionRole:
     """Return the role of a statistic in a kernel's spec. `formulas` are those of all statistics of the call."""
-    if statistic.k:
-        return str(statistic.name)
+    if not isinstance(statistic, Reduction):
+        return statistic.name
     how, formula = "sum" if statistic.how == "mean" else statistic.how, 0
     if not statistic.is_plain:
         formula = 2 + next(k for k, each in enumerate(formulas) if each is statistic.pair_formula)
@@ -219,7 +208,7 @@ class Grid:
         problem, block = arguments.problem, arguments.query_block
         n, m, key_blocks = problem.n, problem.m, -(-problem.m // KEY_BLOCK)
         axes = {statistic.axes for statistic in statistics}
-        cells: Any = next((x for x in statistics if x.axes == "ij"), None)
+        cells = next((x for x in statistics if isinstance(x, Reduction) and x.axes == "ij"), None)
         (first, last), (first_key, last_key) = cells.rectangle(n, m) if cells else ((0, n), (0, m))
         rows, columns = cells.grid(n, m) if cells else (0, 0)
         matrices = problem.B * problem.H // math.prod(statistics[0].summed_axes(problem))
@@ -273,19 +262,19 @@ def _summed_heads(arguments: KernelArguments, mean: Statistic) -> dict[str, int]
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
-def _describe_arrays(problem: Problem, statistic: Any, grid: Grid) -> StatisticArrays:
+def _describe_arrays(problem: Problem, statistic: Statistic, grid: Grid) -> StatisticArrays:
     """Return the arrays of a statistic. By default these are the arrays that the kernel fills."""
     outer, n, m = (*problem.batch_shape, problem.H), problem.n, problem.m
     shapes, dtypes = statistic.shapes(problem, outer, n), statistic.dtypes(problem)
     filler: float | None = None
     finish: Callable[[list[Any]], list[Any]] = list
-    if statistic.is_mean:
+    if isinstance(statistic, Mean):
         finish = partial(_divide, statistic.divisor(problem), dtypes[0])
         dtypes, filler = (problem.accumulator,), 0.0
     elif statistic.k:
         shapes = ((*outer, n, min(statistic.k, m)),) * 2
         finish = partial(_add_ranks, statistic.k)
-    elif statistic.axes != "j":
+    elif isinstance(statistic, Reduction) and statistic.axes != "j":
         how = statistic.map_formulas(lambda _: None)  # the tables of a formula would be kept alive
         if not statistic.axes:
             filler = statistic.hidden
@@ -318,21 +307,20 @@ def _add_ranks(k: int, arrays: list[Any]) -> list[Any]:
     return padded
 
 
-def _merge_sums(statistic: Any, n: int, m: int, arrays: list[Any]) -> list[Any]:
+def _merge_sums(statistic: Reduction, n: int, m: int, arrays: list[Any]) -> list[Any]:
     """Return sums, means or maxima over queries. Each range of queries has its part; they are combined in order."""
     total = reduce(statistic.combine, arrays[0][0, ..., :m])
     return [total / (n if statistic.how == "mean" else 1)]  # a new array without gaps, also if the divisor is 1
 
 
-def _merge_extrema(statistic: Any, n: int, m: int, arrays: list[Any]) -> list[Any]:
+def _merge_extrema(statistic: Reduction, n: int, m: int, arrays: list[Any]) -> list[Any]:
     """Return the maxima or minima of all ranges of queries, and their first positions."""
     ranges = zip(*[array[..., :m] for array in arrays], strict=True)
-    return [
-        namespace(array).asarray(array, copy=True) for array in reduce(partial(join_extrema, statistic.how), ranges)
-    ]
+    joined = reduce(partial(join_extrema, statistic.how), ranges)
+    return [namespace(array).asarray(array, copy=True) for array in joined]
 
 
-def _merge_cells(statistic: Any, grid: Grid, n: int, m: int, dtype: str, arrays: list[Any]) -> list[Any]:
+def _merge_cells(statistic: Reduction, grid: Grid, n: int, m: int, dtype: str, arrays: list[Any]) -> list[Any]:
     """Return the means, sums or maxima of cells. Each range of queries has its part; they are combined in order."""
     (parts,), xp = arrays, namespace(arrays[0])
     cells = parts
