@@ -321,13 +321,10 @@ class Gather(Kernel):
             call.rows_of(lse, part.rows)[...] = result.lse
             for statistic, totals, statistic_of_part in zip(statistics, arrays, result.seen, strict=True):
                 call.add_statistic(statistic, totals, part, arrays_of(statistic_of_part))
-        finished = {
-            id(statistic): statistic.finish(totals, context)
-            for statistic, totals in zip(statistics, arrays, strict=True)
-        }
-        return Result(
-            output, lse, dispatch_statistics(problem, lse, lambda statistic: finished[id(statistic)], lambda rest: ())
-        )
+        pairs = zip(statistics, arrays, strict=True)
+        finished = {id(statistic): statistic.finish(totals, context) for statistic, totals in pairs}
+        seen = dispatch_statistics(problem, lse, lambda statistic: finished[id(statistic)], lambda rest: ())
+        return Result(output, lse, seen)
 
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
         return self.refuses(problem)
@@ -336,20 +333,17 @@ class Gather(Kernel):
         call, wanted_tables = Gathering(_widen(problem)), given.wanted_tables
         xp, wide = call.xp, call.problem
         d_query, d_key, d_value = (xp.zeros_like(x) for x in (wide.query, call.key, call.value))
-        learned: dict[Any, Any] = {}
+        d_sinks, d_tables = None, [None] * len(wide.tables)
         for part in call.parts():
             part_gradients = self._differentiate(call, part, given)
             call.rows_of(d_query, part.rows)[...] = part_gradients.query
             values = [xp.reshape(x, (-1, x.shape[-1])) for x in (part_gradients.key, part_gradients.value)]
             add_rows(part.places, (d_key, values[0]), (d_value, values[1]))
             tables = {id(table): array for table, array in zip(part.problem.tables, part_gradients.tables, strict=True)}
-            terms = {slot: tables.get(id(wide.tables[slot])) for slot in wanted_tables} | {
-                "sinks": part_gradients.sinks
-            }
-            for name in terms:
-                if terms[name] is not None:
-                    learned[name] = learned[name] + terms[name] if name in learned else terms[name]
-        sums = [d_query, d_key, d_value, *[learned.get(slot) for slot in ("sinks", *range(len(problem.tables)))]]
+            d_sinks = _add(d_sinks, part_gradients.sinks)
+            for slot in wanted_tables:
+                d_tables[slot] = _add(d_tables[slot], tables.get(id(wide.tables[slot])))
+        sums = [d_query, d_key, d_value, d_sinks, *d_tables]
         inputs = [problem.query, problem.key, problem.value, problem.sinks, *[table.array for table in problem.tables]]
         d_query, d_key, d_value, d_sinks, *d_tables = [
             None if total is None else namespace(x).reshape(namespace(x).astype(convert(total, x), x.dtype), x.shape)
@@ -374,6 +368,11 @@ class Gather(Kernel):
         part_terms |= {name: call.rows_of(array, part.rows) for name, array in sums.items() if array is not None}
         given = GivenGradients(d_output, d_lse, saved, slots, replace(added, **part_terms))
         return streaming.backward_by(kernel, part.problem, given)
+
+
+def _add(total: Any, term: Any) -> Any:
+    """Return the sum of two gradients; None stands for 0."""
+    return total if term is None else term if total is None else total + term
 
 
 def _widen(problem: Problem) -> Problem:
