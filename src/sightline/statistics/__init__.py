@@ -63,7 +63,7 @@ STATISTICS: dict[str, type[Statistic]] = {
     **dict.fromkeys(("sum", "max", "min", "mass", "entropy", "max_score"), Reduction),
     **dict.fromkeys(("received", "pooled", "weights", "scores"), Reduction),
 }
-"""The statistics by name. Every other statistic is computed by a separate call of attention."""
+"""The statistics by name. A call also computes a `Mean` of one, a watch `OverLayers`; others need a separate call."""
 
 OVERVIEW: tuple[Statistic, ...] = (pooled(64, 64), top_k(8), entropy(), received())
 """The statistics that the explorer page shows and that `watch` records by default. Their results take O(n) memory.

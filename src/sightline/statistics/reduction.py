@@ -169,8 +169,13 @@ class Reduction(Statistic):
 
     @property
     def backward_computes(self) -> bool:  # type: ignore[override]
-        by_log = ZERO if self.name == "mass" else self.slopes[1]
+        by_log = ZERO if self._is_condition else self.slopes[1]
         return by_log is not ZERO or (self.is_extremum and len(self.axes) == 1 and not self.finds)
+
+    @property
+    def _is_condition(self) -> bool:
+        """True if f is a condition, also if it is a boolean array or a function that is not yet a formula."""
+        return not isinstance(self.formula, Expression) or self.formula.kind == "bool"
 
     @cached_property
     def pair_formula(self) -> Expression:
@@ -189,7 +194,7 @@ class Reduction(Statistic):
     @cached_property
     def factor(self) -> Expression | None:
         """The formula g of a sum over keys of p · g; None for any other reduction."""
-        if self.name == "mass":  # a condition, or an array that is not yet a formula
+        if self._is_condition:
             return self.formula
         if (self.how, self.axes) != ("sum", "j") or not vanishes_with(self.formula, p):
             return None
@@ -250,12 +255,10 @@ class Reduction(Statistic):
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         refuse_learned([self], lambda table: needs_gradient(table.array))
-        lengths = (n, problem.m)
-        for what, (start, stop), length in zip(("queries", "keys"), self.within or (), lengths, strict=False):
+        for what, (start, stop), length in zip(("queries", "keys"), self.within or (), (n, problem.m), strict=False):
             if not 0 <= start <= stop <= length:
-                raise ShapeError(
-                    f"pooled(within=...), {what} {start} to {stop}", f"0 ≤ first ≤ past last ≤ {length}", "within=None"
-                )
+                given = f"pooled(within=...), {what} {start} to {stop}"
+                raise ShapeError(given, f"0 ≤ first ≤ past last ≤ {length}", "within=None")
         if not self.axes:
             self._check_size(problem, (*outer, n, problem.m))
 
