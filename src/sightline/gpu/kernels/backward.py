@@ -75,11 +75,11 @@ def has_nonfinite(x):
 
 
 @triton.jit
-def store_rows(block, target, position, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """Write `block` to the rows from `first` on of head `position`, in a contiguous array (heads, count, WIDTH)."""
+def store_rows(block, target, head_index, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """Write `block` to the rows from `first` on of a head, in a contiguous array (heads, count, WIDTH)."""
     rows, column = first + tl.arange(0, ROWS), tl.arange(0, PADDED)[None, :]
-    location = target + (tl.cast(position, tl.int64) * count + rows)[:, None] * WIDTH + column
-    tl.store(location, block.to(target.dtype.element_ty), mask=(rows < count)[:, None] & (column < WIDTH))
+    pointers = target + (tl.cast(head_index, tl.int64) * count + rows)[:, None] * WIDTH + column
+    tl.store(pointers, block.to(target.dtype.element_ty), mask=(rows < count)[:, None] & (column < WIDTH))
 
 
 # -- per query ---------------------------------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ def backward_preprocess(arrays, n, m, H, group, blocks, scale: tl.float64, formu
     high + low is lse in the unit of the scores, or 0 for a query whose lse is −∞.
     """
     item = tl.program_id(0)
-    position, first = item // blocks, item % blocks * meta.rows
-    b, h = position // H, position % H
+    head_index, first = item // blocks, item % blocks * meta.rows
+    b, h = head_index // H, head_index % H
     i = first + tl.arange(0, meta.rows)
-    inside, at = i < n, tl.cast(position, tl.int64) * n + i
+    inside, at = i < n, tl.cast(head_index, tl.int64) * n + i
     output, d_output = tile_ops.locate_head(arrays.output, b, h), tile_ops.locate_head(arrays.d_output, b, h)
     o = tile_ops.load_rows(output, first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta)
     do = tile_ops.load_rows(d_output, first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta)
@@ -118,7 +118,7 @@ def backward_preprocess(arrays, n, m, H, group, blocks, scale: tl.float64, formu
     if arrays.d_lse is not None:
         delta -= tl.load(arrays.d_lse + at, mask=inside, other=0.0).to(meta.accumulator)
     args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
-    high, low = tile_ops.load_lse(arrays.lse, position, first, n, args.unit, meta)
+    high, low = tile_ops.load_lse(arrays.lse, head_index, first, n, args.unit, meta)
     if formulas.d_weights_at is not None:
         block = load_block(args, b, h, first, (), meta)
         row = ScheduleRow(arrays.schedule, b, h, item % blocks, m, None, False)

@@ -133,20 +133,20 @@ def backward_keys(
     args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), dropout_scale)
     if meta.subblocks == 0:
         item = tl.program_id(0)
-        position, block = item // blocks, item % blocks
-        b, g, first = position // heads, position % heads, block * meta.keys
+        head_index, block = item // blocks, item % blocks
+        b, g, first = head_index // heads, head_index % heads, block * meta.keys
         dk, dv = compute_block(args, b, g, first, block, formulas, flags is None, meta)
         if flags is not None:
             tl.store(flags + item, has_nonfinite(dk) | has_nonfinite(dv))
-        store_rows(dk, arrays.d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
-        store_rows(dv, arrays.d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)
+        store_rows(dk, arrays.d_key, head_index, first, m, meta.d_k, meta.keys, meta.padded_d_k)
+        store_rows(dv, arrays.d_value, head_index, first, m, meta.d_v, meta.keys, meta.padded_d_v)
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
             if tl.load(flags + item) != 0:
-                position, block = item // blocks, item % blocks
-                b, g = position // heads, position % heads
+                head_index, block = item // blocks, item % blocks
+                b, g = head_index // heads, head_index % heads
                 for subblock in range(meta.subblocks):
                     first = (block * meta.subblocks + subblock) * meta.keys
                     dk, dv = compute_block(args, b, g, first, block, formulas, True, meta)
-                    store_rows(dk, arrays.d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
-                    store_rows(dv, arrays.d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)
+                    store_rows(dk, arrays.d_key, head_index, first, m, meta.d_k, meta.keys, meta.padded_d_k)
+                    store_rows(dv, arrays.d_value, head_index, first, m, meta.d_v, meta.keys, meta.padded_d_v)

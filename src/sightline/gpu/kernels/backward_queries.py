@@ -102,25 +102,25 @@ def backward_queries(
     if meta.subblocks != 0:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
             if tl.load(flags + item) != 0:
-                location, block = item // blocks, item % blocks
+                head_index, block = item // blocks, item % blocks
                 for subblock in range(meta.subblocks):
                     first = (block * meta.subblocks + subblock) * meta.rows
-                    dq = compute_block(args, location // H, location % H, first, block, formulas, True, meta)
-                    store_rows(dq, d_query, location, first, n, meta.d_k, meta.rows, meta.padded_d_k)
+                    dq = compute_block(args, head_index // H, head_index % H, first, block, formulas, True, meta)
+                    store_rows(dq, d_query, head_index, first, n, meta.d_k, meta.rows, meta.padded_d_k)
     elif meta.sequential:
         B = items // (H * blocks)
         batches, heads = 1 if meta.shares_batches else B, 1 if meta.shares_heads else H
-        location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
-        for b in range(location // heads, B, batches):
-            for h in range(location % heads, H, heads):
+        head_index, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
+        for b in range(head_index // heads, B, batches):
+            for h in range(head_index % heads, H, heads):
                 dq = compute_block(args, b, h, block * meta.rows, block, formulas, False, meta)
                 tl.store(flags + (b * H + h) * blocks + block, has_nonfinite(dq))
                 store_rows(dq, d_query, b * H + h, block * meta.rows, n, meta.d_k, meta.rows, meta.padded_d_k)
                 tl.debug_barrier()  # the next iteration reads sums that other threads wrote in this iteration
     else:
-        location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
-        first, b, h = block * meta.rows, location // H, location % H
+        head_index, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
+        first, b, h = block * meta.rows, head_index // H, head_index % H
         dq = compute_block(args, b, h, first, block, formulas, flags is None, meta)
         if flags is not None:
-            tl.store(flags + location * blocks + block, has_nonfinite(dq))
-        store_rows(dq, d_query, location, first, n, meta.d_k, meta.rows, meta.padded_d_k)
+            tl.store(flags + head_index * blocks + block, has_nonfinite(dq))
+        store_rows(dq, d_query, head_index, first, n, meta.d_k, meta.rows, meta.padded_d_k)

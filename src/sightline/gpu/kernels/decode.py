@@ -49,8 +49,8 @@ def decode(arrays, n, m, H, group, num_splits, split_size, scale: tl.float64, fo
     safe = tl.where(nothing, 1.0, state.total)
     at = ((tl.cast(split, tl.int64) * tl.num_programs(0) // (num_splits * blocks * G) + b) * H + h) * n + i
     column = tl.arange(0, meta.padded_d_v)[None, :]
-    location = arrays.split_output + at * meta.d_v + column
-    tl.store(location, state.output / safe[:, None], mask=inside & (column < meta.d_v))
+    pointers = arrays.split_output + at * meta.d_v + column
+    tl.store(pointers, state.output / safe[:, None], mask=inside & (column < meta.d_v))
     base = state.maximum.to(tl.float64) * args.unit
     sums = base + tl.log2(safe.to(tl.float64) + state.compensation.to(tl.float64))
     tl.store(arrays.split_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
@@ -67,13 +67,13 @@ def merge_splits(
     few rows, many loads overlap.
     """
     ROWS: tl.constexpr = meta.merged_rows
-    position = tl.program_id(0)
+    head_index = tl.program_id(0)
     rows, column = tl.arange(0, ROWS), tl.arange(0, meta.padded_d_v)[None, :]
-    at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
+    at, inside = tl.cast(head_index, tl.int64) * n + rows, rows < n
     step = tl.cast(tl.num_programs(0), tl.int64) * n  # number of rows of `split_lse` for one split
     maximum = tl.full((ROWS,), float("-inf"), tl.float64)
     if arrays.sinks is not None:
-        maximum = tl.zeros((ROWS,), tl.float64) + tl.load(arrays.sinks + position % H) * tile_ops.LOG2_E
+        maximum = tl.zeros((ROWS,), tl.float64) + tl.load(arrays.sinks + head_index % H) * tile_ops.LOG2_E
     sink = maximum
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
         power = tl.load(arrays.split_lse + split * step + at, mask=inside, other=float("-inf"))
@@ -85,14 +85,14 @@ def merge_splits(
         power = tl.load(arrays.split_lse + split * step + at, mask=inside, other=float("-inf"))
         weight = tl.exp2((power - shift).to(meta.accumulator))  # exact enough, and float64 exp2 has branches
         total += weight.to(tl.float64)
-        location = arrays.split_output + (split * step + at)[:, None] * meta.d_v + column
-        share = tl.load(location, mask=inside[:, None] & (column < meta.d_v), other=0.0)
+        pointers = arrays.split_output + (split * step + at)[:, None] * meta.d_v + column
+        share = tl.load(pointers, mask=inside[:, None] & (column < meta.d_v), other=0.0)
         found += weight[:, None] * share
     args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), dropout_scale)
     if tile_ops.has_nan(found) != 0:
-        state = compute_block(args, position, 0, 0, formulas, 0, True, meta)
-        store(state, args, position, 0, args.unit, meta.rows, meta)
+        state = compute_block(args, head_index, 0, 0, formulas, 0, True, meta)
+        store(state, args, head_index, 0, args.unit, meta.rows, meta)
     else:
         high = total.to(meta.accumulator)
         merged = SoftmaxState(found, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
-        store(merged, args, position, 0, 1.0, ROWS, meta)
+        store(merged, args, head_index, 0, 1.0, ROWS, meta)

@@ -107,7 +107,7 @@ def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
 
 
 @triton.jit
-def store(state, args, position, first, unit, ROWS: tl.constexpr, meta):
+def store(state, args, head_index, first, unit, ROWS: tl.constexpr, meta):
     """Write O / l and lse of the block of ROWS queries that begins at query `first` of a head.
 
     `unit` times the running maximum is an exponent of 2. For a query without a visible key O / l is 0, and lse is the
@@ -115,25 +115,25 @@ def store(state, args, position, first, unit, ROWS: tl.constexpr, meta):
     """
     n, output = args.n, args.arrays.output
     dropout_scale = tile_ops.scalar(args.dropout_scale, meta.accumulator)
-    rows = first + tl.arange(0, ROWS)
-    at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
+    i = first + tl.arange(0, ROWS)
+    at, inside = tl.cast(head_index, tl.int64) * n + i, i < n
     safe = tl.where(state.total == 0, 1.0, state.total)
     column = tl.arange(0, meta.padded_d_v)[None, :]
-    rows = (state.output * (dropout_scale / safe)[:, None]).to(output.dtype.element_ty)
-    tl.store(output + at[:, None] * meta.d_v + column, rows, mask=inside[:, None] & (column < meta.d_v))
+    block = (state.output * (dropout_scale / safe)[:, None]).to(output.dtype.element_ty)
+    tl.store(output + at[:, None] * meta.d_v + column, block, mask=inside[:, None] & (column < meta.d_v))
     unit = tile_ops.scalar(unit, tl.float64)
-    h = position % args.H
+    h = head_index % args.H
     found = tile_ops.compute_lse(state.maximum, state.total, state.compensation, args.arrays.sinks, h, unit)
     tl.store(args.arrays.lse + at, found, mask=inside)
 
 
 @triton.jit
-def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
+def compute_block(args, head_index, first, row, formulas, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
     """Return the final state of the block of queries that begins at query `first` of a head.
 
-    `position` is b · H + h, and `row` is the index of the block in the head's part of the schedule.
+    `head_index` is b · H + h, and `row` is the index of the block in the head's part of the schedule.
     """
-    b, h = position // args.H, position % args.H
+    b, h = head_index // args.H, head_index % args.H
     block, sink = tile_ops.load_query_block(args, b, h, first, meta), None
     if args.arrays.sinks is not None:
         logit = tl.load(args.arrays.sinks + h) * tile_ops.LOG2_E / tile_ops.scalar(args.unit, tl.float64)
@@ -173,19 +173,19 @@ def forward(
     flags, seen = arrays.nonfinite_flags, arrays.seen
     if meta.subblocks == 0:
         item = tl.program_id(0)
-        position, block = item // blocks, blocks - 1 - item % blocks
+        head_index, block = item // blocks, blocks - 1 - item % blocks
         first = block * meta.rows
-        state = compute_block(args, position, first, block, formulas, len(seen[3]), flags is None, meta)
+        state = compute_block(args, head_index, first, block, formulas, len(seen[3]), flags is None, meta)
         if flags is not None:
             tl.store(flags + item, tile_ops.has_nan(state.output))
-        store(state, args, position, first, args.unit, meta.rows, meta)
+        store(state, args, head_index, first, args.unit, meta.rows, meta)
         scale = tile_ops.scalar(args.scale, meta.accumulator)
-        fused_statistics.store(state, seen, position, first, n, scale, formulas, meta)
+        fused_statistics.store(state, seen, head_index, first, n, scale, formulas, meta)
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
             if tl.load(flags + item) != 0:
-                position, block = item // blocks, blocks - 1 - item % blocks
+                head_index, block = item // blocks, blocks - 1 - item % blocks
                 for subblock in range(meta.subblocks):
                     first = (block * meta.subblocks + subblock) * meta.rows
-                    state = compute_block(args, position, first, block, formulas, 0, True, meta)
-                    store(state, args, position, first, args.unit, meta.rows, meta)
+                    state = compute_block(args, head_index, first, block, formulas, 0, True, meta)
+                    store(state, args, head_index, first, args.unit, meta.rows, meta)

@@ -83,14 +83,14 @@ def weighted_value(p, value):
 
 
 @triton.jit
-def store(state, to, position, first, n, scale, formulas, meta):
+def store(state, to, head_index, first, n, scale, formulas, meta):
     """Write the statistics of a block to the arrays `to` = (largest score, its key, entropy, sums), (B, H, n) each.
 
     For a query without a visible key the kernel writes −∞ as largest score, −1 as its key, and 0 as entropy and sums.
     """
     max_score, max_key, power_sum, mass, sums = state.fused_state
     rows = first + tl.arange(0, meta.rows)
-    at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
+    at, inside = tl.cast(head_index, tl.int64) * n + rows, rows < n
     safe = tl.where(state.total == 0, 1.0, state.total)
     if meta.max_score:
         if formulas.score_at is None:

@@ -40,9 +40,9 @@ def add(ds, s, pairs, tables, sums, table_gradients_at, KINDS: tl.constexpr):
     for k in tl.static_range(len(KINDS)):
         contribution = tl.where(ds == 0, 0.0, ds * table_gradients[k][0])
         if KINDS[k] == "pair":
-            location = sums[k] + tl.broadcast_to(tl.cast(table_gradients[k][1], tl.int64), contribution.shape)
+            pointers = sums[k] + tl.broadcast_to(tl.cast(table_gradients[k][1], tl.int64), contribution.shape)
             seen = contribution != 0
-            tl.store(location, tl.load(location, mask=seen, other=0.0) + contribution, mask=seen)
+            tl.store(pointers, tl.load(pointers, mask=seen, other=0.0) + contribution, mask=seen)
         elif KINDS[k] == "query":
             add_exactly(sums[k], table_gradients[k][1], tl.sum(contribution, 1)[:, None])
         elif KINDS[k] == "key":
@@ -54,8 +54,8 @@ def add(ds, s, pairs, tables, sums, table_gradients_at, KINDS: tl.constexpr):
 
 
 @triton.jit
-def add_exactly(slots, location, contribution):
-    """Add each number of `contribution` to the slots of the table entry with the index `location`.
+def add_exactly(slots, entry, contribution):
+    """Add each number of `contribution` to the slots of the table entry whose index is `entry`.
 
     A float64 number is added as three float32 numbers, and as ∞ if it is beyond the range of float32.
     """
@@ -70,5 +70,5 @@ def add_exactly(slots, location, contribution):
         number = tl.where(bits < 0, -number, number)
         slot = exponent >> 3
         is_nonfinite = exponent == 255
-        slot_pointer = slots + tl.cast(location, tl.int64) * SLOTS + tl.where(is_nonfinite, SLOTS - 1, slot)
+        slot_pointer = slots + tl.cast(entry, tl.int64) * SLOTS + tl.where(is_nonfinite, SLOTS - 1, slot)
         tl.atomic_add(slot_pointer, tl.where(is_nonfinite, 1, number), mask=part != 0, sem="relaxed")

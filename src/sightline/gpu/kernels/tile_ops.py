@@ -316,13 +316,13 @@ def compute_lse(maximum, total, compensation, sinks, h, unit):
 
 
 @triton.jit
-def load_lse(lse, position, first, n, unit, meta):
+def load_lse(lse, head_index, first, n, unit, meta):
     """Return (high, low), (rows,) each: high + low = lse · log₂ e / unit is lse in the unit of the scores.
 
     Both numbers are 0 for a query whose lse is −∞.
     """
     rows = first + tl.arange(0, meta.rows)
-    x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
+    x = tl.load(lse + tl.cast(head_index, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
     x = tl.where(x == float("-inf"), 0.0, x)
     high = clamp_finite(x, meta)
     return high, clamp_finite(tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0), meta)

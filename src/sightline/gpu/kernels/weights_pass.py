@@ -156,8 +156,8 @@ def received(arrays, n, m, H, group, blocks, scale: tl.float64, formulas, meta: 
     blocks : number of blocks of keys in a head
     """
     item = tl.program_id(0)
-    position, row = item // blocks, item % blocks
-    b, h = position // H, position % H
+    head_index, row = item // blocks, item % blocks
+    b, h = head_index // H, head_index % H
     j0 = row * meta.keys
     head = tile_ops.locate_head(arrays.key, b, h // group)
     k = tile_ops.load_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
@@ -169,5 +169,5 @@ def received(arrays, n, m, H, group, blocks, scale: tl.float64, formulas, meta: 
     if USE_MAX:
         state = tl.where(state == float("inf"), float("nan"), state)
     j = j0 + tl.arange(0, meta.keys)
-    location = arrays.seen[0] + tl.cast(position, tl.int64) * m + j
-    tl.store(location, state.to(location.dtype.element_ty), mask=j < m)
+    pointers = arrays.seen[0] + tl.cast(head_index, tl.int64) * m + j
+    tl.store(pointers, state.to(pointers.dtype.element_ty), mask=j < m)

@@ -112,12 +112,12 @@ def pooled(
     item = tl.program_id(0)
     right, below = tl.cdiv(columns, across), tl.cdiv(rows, down)
     c_first, rest = item % right * across, item // right
-    r_first, position = (below - 1 - rest % below) * down, rest // below
+    r_first, head_index = (below - 1 - rest % below) * down, rest // below
     r_last, c_last = tl.minimum(r_first + down, rows), tl.minimum(c_first + across, columns)
     i_first, i_last = cell_start(r_first, i_start, i_stop, rows), cell_start(r_last, i_start, i_stop, rows)
     j_first, j_last = cell_start(c_first, j_start, j_stop, columns), cell_start(c_last, j_start, j_stop, columns)
     window = (j_first // meta.keys, tl.cdiv(j_last, meta.keys))
-    b, h = position // H, position % H
+    b, h = head_index // H, head_index % H
     queries = CellSpan(i_first, i_last, r_first, i_start, i_stop, rows)
     keys = CellSpan(j_first, j_last, c_first, j_start, j_stop, columns)
     args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
@@ -131,5 +131,5 @@ def pooled(
     if USE_MAX:
         cells = tl.where(cells == float("inf"), float("nan"), cells)
     r, c = r_first + tl.arange(0, DOWN)[:, None], c_first + tl.arange(0, ACROSS)[None, :]
-    pointers = arrays.seen[0] + (tl.cast(position, tl.int64) * rows + r) * columns + c
+    pointers = arrays.seen[0] + (tl.cast(head_index, tl.int64) * rows + r) * columns + c
     tl.store(pointers, cells, mask=(r < r_last) & (c < c_last))

@@ -67,9 +67,9 @@ def top_k(arrays, n, m, H, group, blocks, k, scale: tl.float64, formulas, meta: 
     K : a power of two, at least min(k, m)
     """
     item = tl.program_id(0)
-    position, row = item // blocks, blocks - 1 - item % blocks
+    head_index, row = item // blocks, blocks - 1 - item % blocks
     first = row * meta.rows
-    b, h = position // H, position % H
+    b, h = head_index // H, head_index % H
     args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), None)
     block = load_block(args, b, h, first, (), meta)
     values = tl.full((meta.rows, K), float("-inf"), meta.accumulator)
@@ -82,7 +82,7 @@ def top_k(arrays, n, m, H, group, blocks, k, scale: tl.float64, formulas, meta: 
     state = loop_over_tiles(state, update_top_k_range, row, meta.keys, meta.even, block, formulas, None, meta)
     values, keys, least, last = state
     rows = first + tl.arange(0, meta.rows)[:, None]
-    at, inside = (tl.cast(position, tl.int64) * n + rows) * k, rows < n
+    at, inside = (tl.cast(head_index, tl.int64) * n + rows) * k, rows < n
     for rank in range(tl.minimum(k, K)):
         best = tl.max(values, 1, keep_dims=True)
         best_key = tl.min(tl.where(values == best, keys, tile_ops.NO_KEY), 1, keep_dims=True)
