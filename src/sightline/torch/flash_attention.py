@@ -6,7 +6,7 @@ window (left, right) leaves the keys from `left` before this position to `right`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ from .nested import Packing
 
 b, h, i, j, m, n, s = (SYMBOLS[name] for name in "bhijmns")
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+
+class FlashOptions(NamedTuple):
+    """The options that the functions have in common, as `flash_attn_func` describes them."""
+
+    window: tuple[int, int]
+    scale: float | None
+    with_lse: bool
+    causal: bool = False
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    dropout: float = 0.0
 
 
 def varlen_attn(
@@ -78,8 +90,8 @@ def varlen_attn(
     """
     if not enable_gqa and query.shape[-2] != key.shape[-2]:
         raise ShapeError("key with other heads than query", "as many heads as query", "enable_gqa=True for fewer heads")
-    options = window_size, scale, return_aux is not None and bool(return_aux.lse)
-    return _attend_packed((query, key, value), "cu_seq", cu_seq_q, cu_seq_k, seqused_k, block_table, *options)
+    options = FlashOptions(window_size, scale, return_aux is not None and bool(return_aux.lse))
+    return _attend_packed((query, key, value), "cu_seq", cu_seq_q, cu_seq_k, seqused_k, block_table, options)
 
 
 def flash_attn_func(
@@ -123,9 +135,9 @@ def flash_attn_func(
     tensor([[1.0000, 0.0000],
             [0.3302, 0.6698]])
     """
-    options = window_size, softmax_scale, return_attn_probs, causal, softcap, alibi_slopes, dropout_p
-    found = _attend_dense((q, k, v), None, i + (m - n), b, len(q), *options)
-    return (*found, None) if return_attn_probs else found
+    options = FlashOptions(window_size, softmax_scale, return_attn_probs, causal, softcap, alibi_slopes, dropout_p)
+    results = _attend_dense((q, k, v), None, i + (m - n), b, len(q), options)
+    return (*results, None) if return_attn_probs else results
 
 
 def flash_attn_varlen_func(
@@ -154,9 +166,9 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k, deterministic : change nothing
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs : see `flash_attn_func`
     """
-    options = window_size, softmax_scale, return_attn_probs, causal, softcap, alibi_slopes, dropout_p
-    found = _attend_packed((q, k, v), "cu_seqlens", cu_seqlens_q, cu_seqlens_k, None, block_table, *options)
-    return (*found, None) if return_attn_probs else found
+    options = FlashOptions(window_size, softmax_scale, return_attn_probs, causal, softcap, alibi_slopes, dropout_p)
+    results = _attend_packed((q, k, v), "cu_seqlens", cu_seqlens_q, cu_seqlens_k, None, block_table, options)
+    return (*results, None) if return_attn_probs else results
 
 
 def flash_attn_with_kvcache(
@@ -234,9 +246,9 @@ def flash_attn_with_kvcache(
     is_copied = block_table is not None or cache_batch_idx is not None
     keys, values = (cache[pages].flatten(1, 2) if is_copied else cache for cache in (k_cache, v_cache))
     position = i + (table(lengths)[b] - n)
-    options = window_size, softmax_scale, return_softmax_lse, causal, softcap, alibi_slopes
+    options = FlashOptions(window_size, softmax_scale, return_softmax_lse, causal, softcap, alibi_slopes)
     try:
-        return _attend_dense((q, keys, values), own, position, b, count, *options)
+        return _attend_dense((q, keys, values), own, position, b, count, options)
     except SightlineError:  # a refused call leaves the cache as it was
         k_cache[place], v_cache[place] = former
         raise
@@ -250,9 +262,7 @@ def _check(name: str, given: Any, *shapes: tuple[int, ...], dtype: Any = torch.i
     """
     own, fits = tuple(getattr(given, "shape", ())), False
     if isinstance(given, Tensor) and dtype in (None, torch.int64 if given.dtype in INTEGERS else given.dtype):
-        fits = any(
-            len(own) == len(x) and all(want in (-1, size) for want, size in zip(x, own, strict=True)) for x in shapes
-        )
+        fits = any(len(own) == len(x) and all(map(lambda want, size: want in (-1, size), x, own)) for x in shapes)
     if fits and (most is None or not bool(((given < 0) | (given > most)).any())):
         return given.to(torch.int64) if dtype is torch.int64 else given
     shown = f"={given!r}" if fits or not own else f" of shape {own} and dtype {given.dtype}"
@@ -266,19 +276,14 @@ def _attend_dense(
     position: Expression,
     sequence: Expression,
     count: int,
-    window: tuple[int, int],
-    scale: float | None,
-    with_lse: bool,
-    causal: bool = False,
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-    dropout: float = 0.0,
+    options: FlashOptions,
 ) -> Any:
     """Return the output of arrays (B, positions, heads, width), or (output, lse).
 
     own : the mask of the keys of a query's sequence; None if these are all keys
     position, sequence : the position of query i among the keys, and its sequence, one of `count`
     """
+    window, scale, with_lse, causal, softcap, slopes, dropout = options
     for name, array in zip(("query", "key", "value"), arrays, strict=True):
         _check(name, array, (len(arrays[0]), -1, -1, -1), dtype=None)
     if not isinstance(window, tuple | list) or [type(side) for side in window] != [int, int]:
@@ -297,9 +302,8 @@ def _attend_dense(
         slope = table(slopes)[h] if slopes.ndim == 1 else table(slopes)[sequence, h]
         score = (s if score is None else score) - slope * abs(position - j)
     see = [lse_of()] if with_lse else None
-    options: dict[str, Any] = {"mask": mask, "score": score, "scale": scale, "dropout": dropout, "see": see}
-    found = attention(*arrays, layout="BNHD", **options)
-    return (found[0], found[1][0].float()) if with_lse else found
+    results = attention(*arrays, layout="BNHD", mask=mask, score=score, scale=scale, dropout=dropout, see=see)
+    return (results[0], results[1][0].float()) if with_lse else results
 
 
 def _attend_packed(
@@ -309,7 +313,7 @@ def _attend_packed(
     key_starts: Tensor | None,
     used: Tensor | None,
     pages: Tensor | None,
-    *options: Any,
+    options: FlashOptions,
 ) -> Any:
     """Return the output of packed sequences, or (output, lse).
 
@@ -341,8 +345,8 @@ def _attend_packed(
         ends = key_starts[1:] if used is None else key_starts[:-1] + used
         own = of_query.same_sequence(Packing.of(key_starts, used, len(key)))
         position = i + of_query.read((ends - starts[1:])[of_query.sequence], "i")
-    found = _attend_dense((query[None], key[None], value[None]), own, position, sequence, count, *options)
-    return (found[0][0], found[1][0]) if isinstance(found, tuple) else found[0]
+    results = _attend_dense((query[None], key[None], value[None]), own, position, sequence, count, options)
+    return (results[0][0], results[1][0]) if options.with_lse else results[0]
 
 
 def _check_starts(name: str, given: Any, count: int, total: int) -> Any:
