@@ -17,9 +17,9 @@ from ...arrays.layouts import unpack
 from ...arrays.operations import NUMPY, has_heads_in_rows
 from ...call import call_cache
 from ...call.call_cache import Entry, EntryResult, FirstCall, Operands, build_answer, mark_as_used, store_call
-from ...call.problem import NUM_OPERANDS, OPERANDS
+from ...call.problem import NUM_OPERANDS, OPERANDS, Problem
 from ...call.request import Request
-from ...formula.parameters import structure_of
+from ...formula.parameters import Structure, structure_of
 from ...statistics.dispatch import is_in_weights_pass
 from .bound_call import BoundCall, PreparedCall
 from .decode import min_decode_keys
@@ -62,9 +62,7 @@ class ForwardEntry(Entry):
                 if seed is None and self.framework.draw_seed is not None:
                     seed = self.framework.draw_seed()
             addresses, tables, numbers = request.addresses, request.tables, request.numbers
-            status, results = self.prepared.run(
-                addresses, tables, numbers, operands, sinks=request.sinks, seed=seed or 0
-            )
+            status, results = self.prepared.run(addresses, tables, numbers, operands, request.sinks, seed=seed or 0)
             if status is None or (status and self.statistics):
                 return None
             if not self.needs_lse and not self.statistics:
@@ -88,34 +86,26 @@ class ForwardEntry(Entry):
         store_call(call_cache.calls, request.key_of_any_length if is_dynamic else request.key, self)
 
 
-def keep_forward(forward: BoundCall, statistics_passes: Sequence[StatisticsPass], given: FirstCall) -> None:
+def keep_forward(forward: BoundCall, statistics_passes: Sequence[StatisticsPass], first_call: FirstCall) -> None:
     """Store an entry; see `Result.keep`.
 
     forward : the bound call of the forward or decoding kernel
     statistics_passes : the weights passes of statistics of `Problem.see`; the forward kernel computes the others
     """
-    request, formulas, problem = given.request, given.formulas, given.problem
+    request, problem, output = first_call.request, first_call.problem, first_call.result.output
     library = problem.framework
-    num_in_passes = sum(map(is_in_weights_pass, problem.see))
-    if forward.first_operands != request.addresses[:NUM_OPERANDS] or num_in_passes != sum(
-        len(bound.indices) for bound in statistics_passes
-    ):
+    num_in_passes = sum([len(bound.indices) for bound in statistics_passes])
+    is_complete = num_in_passes == sum(map(is_in_weights_pass, problem.see))
+    if forward.first_operands != request.addresses[:NUM_OPERANDS] or not is_complete:
         return
-    structure = structure_of(*formulas)
-    passes = []
-    for bound in statistics_passes:
-        makers = bound.make_makers(library)
-        structure_of_pass = structure if bound.reads_formulas else structure.first(2)  # mask and score
-        call = bound.call.prepare(request.tables, structure_of_pass, ("query", "key", "lse"), (), makers, problem.m)
-        if call is None:
-            return
-        passes.append((call, bound))
-    shape = tuple(problem.squeeze_heads(given.result.output, 2).shape)
-    dtype = given.result.output.dtype
-    shared, statistic_dtypes = given.describe()
-    statistics = problem.see
+    structure, statistics = structure_of(*first_call.formulas), problem.see
+    passes = _prepare_passes(statistics_passes, request, problem, structure)
+    if passes is None:
+        return
+    shape, dtype = tuple(problem.squeeze_heads(output, 2).shape), output.dtype
+    shared, statistic_dtypes = first_call.describe()
     # the result of a direct call with one result reaches no hook, so a call with a hook also returns lse
-    needs_lse = given.hook is not build_answer or bool(passes) or any(not one.num_arrays for one in statistics)
+    needs_lse = first_call.hook is not build_answer or bool(passes) or any(not one.num_arrays for one in statistics)
     # the results with one number per query; without statistics the caller does not get lse: a NumPy array suffices
     per_query = [(library if statistics else NUMPY, "float64")] * needs_lse
     per_query += [(library, name) for name in statistic_dtypes]
@@ -130,17 +120,32 @@ def keep_forward(forward: BoundCall, statistics_passes: Sequence[StatisticsPass]
         structure.first(2 + num_sums),  # mask, score and factors
         OPERANDS,
         ("output", "lse") if needs_lse else ("output",),
-        make_makers(shape, has_heads_in_rows(given.operands[0])),
+        make_makers(shape, has_heads_in_rows(first_call.operands[0])),
         problem.m,
         can_be_direct=problem.dropout == 0 and request.sinks is None,
     )
     if prepared is None:
         return
-    entry = ForwardEntry(*shared, prepared, tuple(passes), make_makers, needs_lse, problem.dropout > 0)
+    entry = ForwardEntry(*shared, prepared, passes, make_makers, needs_lse, problem.dropout > 0)
     entry.store(request)
     shared_key = None if forward.family is None or passes else family_key(request.key)
     if shared_key is not None:
         store_call(call_cache.families, shared_key, entry)
+
+
+def _prepare_passes(
+    bound_passes: Sequence[StatisticsPass], request: Request, problem: Problem, structure: Structure
+) -> tuple[tuple[PreparedCall, StatisticsPass], ...] | None:
+    """Return `passes` of `ForwardEntry`; None if a pass cannot be repeated. `structure` is that of all formulas."""
+    passes = []
+    for bound in bound_passes:
+        makers = bound.make_makers(problem.framework)
+        own = structure if bound.reads_formulas else structure.first(2)  # mask and score
+        call = bound.call.prepare(request.tables, own, ("query", "key", "lse"), (), makers, problem.m)
+        if call is None:
+            return None
+        passes.append((call, bound))
+    return tuple(passes)
 
 
 # -- families ----------------------------------------------------------------------------------------------------------
