@@ -18,9 +18,10 @@ from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
 from sightline import h, i, j, s, table
 from sightline.call import call_cache
 from sightline.call.call_cache import LOOKUP
-from sightline.cpu.calls.launch_record import FIRST_NUMBER, IS_BUSY, LaunchRecord
+from sightline.cpu.calls.launch_record import FIRST_NUMBER
 from sightline.cpu.calls.python_functions import launcher
 from sightline.cpu.launch.bound_call import PreparedCall
+from sightline.cpu.launch.launch_record import IS_BUSY, LaunchRecord
 from sightline.cpu.runtime.processor import HOST
 from sightline.errors import ParameterError
 from sightline.reference.testing import with_guards
@@ -47,8 +48,7 @@ class Spy:
 
     def __call__(self, *given):
         found = self.function(*given)
-        is_direct = found[1] is not None if type(found) is tuple else found is not None
-        self.count += is_direct
+        self.count += found[1] is not None if type(found) is tuple else found is not None
         return found
 
     def __exit__(self, *_):

@@ -6,8 +6,8 @@ from sightline.call import call_cache
 from sightline.call.call_cache import LOOKUP
 from sightline.call.problem import Options, parse, validate
 from sightline.call.request import describe
-from sightline.cpu.calls.launch_record import LaunchRecord
 from sightline.cpu.launch.forward_entry import ForwardEntry
+from sightline.cpu.launch.launch_record import LaunchRecord
 from sightline.kv_cache import unpack_cache
 
 FORMULAS = {

@@ -40,10 +40,7 @@ from ..calls.launch_record import (
     MAX_NUMBERS,
     MAX_RESULTS,
     UNCHANGED,
-    WORDS_PER_CACHE_LINE,
-    Buffer,
     Direct,
-    LaunchRecord,
 )
 from ..calls.launcher import FAILED, SHORT
 from ..calls.python_functions import is_supported, launcher
@@ -54,6 +51,7 @@ from ..kernels.tile_search import has_arguments
 from ..runtime.processor import HOST
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table, extent_in_bytes, has_unit_stride
+from .launch_record import WORDS_PER_CACHE_LINE, Buffer, LaunchRecord
 from .tile_search import BoundSearch
 
 COUNTERS = ("counter", "imprecise_lse_flag", "nonfinite_flag")  # words that are 0 when a kernel starts
