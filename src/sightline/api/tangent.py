@@ -87,16 +87,16 @@ def attention_tangent(
     if not isinstance(tangents, Mapping):
         given = f"tangents is a {type(tangents).__name__}"
         raise ParameterError(given, "a mapping from inputs to tangents", '{"query": array}')
-    given = {name: read_floats("tangent", name, tangent) for name, tangent in tangents.items()}
+    arrays = {name: read_floats("tangent", name, tangent) for name, tangent in tangents.items()}
     formula = read_score(score)
-    if "scale" in given:
+    if "scale" in arrays:
         formula, scale, learned = include_scale(query, formula, scale)
-        given[learned] = _check_tangent("scale", given.pop("scale"), ())[None]
+        arrays[learned] = _check_tangent("scale", arrays.pop("scale"), ())[None]
     options = Options(mask, formula, None, scale, sinks, dropout, seed, kernel, threads)
     problem = validate(parse(query, key, value, options))
     plan = make_plan(problem)
     result = plan.kernel.run(problem)
-    directions = _read_tangents(problem, formula, given, {"query": query, "key": key, "value": value, "sinks": sinks})
+    directions = _read_tangents(problem, formula, arrays, {"query": query, "key": key, "value": value, "sinks": sinks})
     tangent, _ = push_forward(problem, plan, directions, (result.output, result.lse))
     output, tangent = (problem.squeeze_heads(x, 2) for x in (result.output, tangent))
     return output, tangent
@@ -118,20 +118,20 @@ def include_scale(query: Any, score: Expression | None, scale: Any) -> tuple[Exp
     return scaled if score is None else score.with_scores(scaled), 1.0, own
 
 
-def find_uses(given: Table, score: Expression | None) -> list[Table]:
-    """Return the tables of floats that the score reads: `given` itself, and those that were made from it."""
+def find_uses(origin: Table, score: Expression | None) -> list[Table]:
+    """Return the tables of floats that the score reads: `origin` itself, and those that were made from it."""
     read = () if score is None else score.tables
-    return [table for table in read if table.kind == "float" and (table is given or table.source is given)]
+    return [table for table in read if table.kind == "float" and (table is origin or table.source is origin)]
 
 
 def _read_tangents(
-    problem: Problem, score: Expression | None, given: dict[Any, Any], inputs: Mapping[str, Any]
+    problem: Problem, score: Expression | None, tangents: dict[Any, Any], inputs: Mapping[str, Any]
 ) -> Tangents:
     """Return the tangents, broadcast like the problem's arrays. Raise an error for a tangent that fits no input."""
     tables: list[Any] = [None] * len(problem.tables)
     slots = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
     operands: dict[str, Any] = {}
-    for name, array in given.items():
+    for name, array in tangents.items():
         source = inputs.get(name) if isinstance(name, str) else None
         if isinstance(name, Table) and (uses := find_uses(name, score)):
             tangent = _check_tangent(repr(name), array, name.shape)
@@ -145,9 +145,8 @@ def _read_tangents(
     sinks = operands.pop("sinks", None)
     filled = {name: operands.get(name, np.zeros((), problem.query.dtype)) for name in OPERANDS}
     filled = {name: np.broadcast_to(x.astype(problem.query.dtype), inputs[name].shape) for name, x in filled.items()}
-    query, key, value = (
-        array if name in operands else None for name, array in zip(OPERANDS, broadcast_inputs(filled), strict=True)
-    )
+    pairs = zip(OPERANDS, broadcast_inputs(filled), strict=True)
+    query, key, value = (array if name in operands else None for name, array in pairs)
     return Tangents(query, key, value, tuple(tables), sinks)
 
 
@@ -159,11 +158,11 @@ def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     return array
 
 
-def read_floats(what: str, name: Any, given: Any) -> Any:
-    """Return a tangent or gradient (`what`) of an input as a NumPy array of floats. `given` may be a Python number."""
-    array = np.asarray(float(given)) if isinstance(given, int | float) else given
+def read_floats(what: str, name: Any, array: Any) -> Any:
+    """Return a tangent or gradient (`what`) of an input as a NumPy array of floats. `array` may be a Python number."""
+    array = np.asarray(float(array)) if isinstance(array, int | float) else array
     if not isinstance(array, np.ndarray | np.generic) or isinstance(array, np.ma.MaskedArray):
-        kind = type(given).__name__
+        kind = type(array).__name__
         raise DtypeError(f"a {what} of {name} that is a {kind}", "NumPy arrays of floats", f"numpy.asarray({what})")
     check_float_dtype(f"the {what} of {name}", array)
     return np.asarray(array)

@@ -108,13 +108,13 @@ def make_tuple(kind: type[Named], *members: Any) -> Named:
     return tuple.__new__(kind, members)
 
 
-def describe(query: Any, given: Options) -> Request | None:
+def describe(query: Any, options: Options) -> Request | None:
     """Return the request of a call without its layouts and addresses; None if the call cannot be cached."""
     framework = FRAMEWORKS.get(type(query))
     if framework is None:
         return None
-    options: tuple[Any, ...]
-    mask, score, see, scale, sinks, dropout, seed, kernel, threads, _, row_formats, _ = given
+    key: tuple[Any, ...]  # of the options
+    mask, score, see, scale, sinks, dropout, seed, kernel, threads, _, row_formats, _ = options
     setting, has_formulas = machine_setting(), not (mask is None and score is None and sinks is None)
     statistics: tuple[Statistic, ...] = ()
     has_options = not (
@@ -127,18 +127,18 @@ def describe(query: Any, given: Options) -> Request | None:
                 structure = CallStructure((None, 0.0, None, None, setting, None, None), (False, False), False, (), None)
                 request = _plain_requests[setting] = Request(structure)
             return request
-        options = None, 0.0, None, None, setting, None, None
+        key = None, 0.0, None, None, setting, None, None
     else:
         described = (None, ()) if see is None else cache_key_of(see)
         draws_seed = framework.draw_seed is not None
         if described is None or (has_options and not _are_valid(scale, dropout, seed, kernel, threads, draws_seed)):
             return None
         statistics_key, statistics = described
-        options = scale, dropout, kernel, threads, setting, statistics_key, row_formats
+        key = scale, dropout, kernel, threads, setting, statistics_key, row_formats
         if not has_formulas and not (statistics_key and formulas_of(statistics)):
-            structure = make_tuple(CallStructure, options, (False, False), False, (), None)
+            structure = make_tuple(CallStructure, key, (False, False), False, (), None)
             return make_tuple(Request, structure, None, None, statistics, (), (), None, seed, b"", ())
-    return _describe_formulas(options, mask, score, statistics, sinks, seed)
+    return _describe_formulas(key, mask, score, statistics, sinks, seed)
 
 
 def machine_setting() -> Any:

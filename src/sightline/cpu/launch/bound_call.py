@@ -112,10 +112,10 @@ class BoundCall:
         names, num_tables = list(writer.fields), len(arguments.tables) + len(arguments.numbers)
         self.range_words = [names.index(name) for name in TILE_RANGE_FIELDS]
         self.search = BoundSearch.of(arguments)
-        given, ranges = {id(array) for array in (*arguments.arrays.values(), *changing)}, set[int]()
+        given_anew, ranges = {id(array) for array in (*arguments.arrays.values(), *changing)}, set[int]()
         if self.search is not None and self.search.is_needed:  # only the first call reads the bound tile ranges
             ranges = {int(self.template[word]) for word in self.range_words}
-        constant = [x for x in arguments.keep_alive if isinstance(x, np.ndarray) and id(x) not in given]
+        constant = [x for x in arguments.keep_alive if isinstance(x, np.ndarray) and id(x) not in given_anew]
         self.keep_alive = tuple([array for array in constant if array.ctypes.data not in ranges])
         # the words that each call gives: its fields, tables, numbers and outputs
         self.num_outputs = len(outputs)
@@ -192,8 +192,8 @@ class BoundCall:
         assert lengths is not None
         assert arrays.keys() <= {*self.call_fields}, f"{arrays.keys() - {*self.call_fields}} are no fields"
         sinks = None if problem.sinks is None else convert_sinks(problem.sinks)
-        given = {**arguments.arrays, "sinks": sinks, **arrays}
-        words = {name: address_of(array) for name, array in given.items() if array is not None}
+        arrays = {**arguments.arrays, "sinks": sinks, **arrays}
+        words = {name: address_of(array) for name, array in arrays.items() if array is not None}
         words |= dict(zip(self.length_fields, lengths, strict=True)) | {"seed": signed_word(problem.seed)}
         tables, results = ([address_of(array) for array in own] for own in (arguments.tables, outputs))
         buffer = Buffer(self)
@@ -202,7 +202,7 @@ class BoundCall:
         start = (buffer.addresses["counter"] - buffer.address) // 8
         buffer.array[start : start + self.num_zeroed] = 0
         count = min(thread_count(self.threads), self.find_max_threads(problem.m))
-        keep_alive = arguments.keep_alive, *given.values(), outputs, self.keep_alive, buffer.array
+        keep_alive = arguments.keep_alive, *arrays.values(), outputs, self.keep_alive, buffer.array
         self.processor.call(self.kernel, buffer.array[: self.template.size], count, keep_alive)
         return None if buffer.word("nonfinite_flag") else buffer.word("imprecise_lse_flag")
 
@@ -285,16 +285,16 @@ class PreparedCall:
         d_lse_address = 0 if d_lse is None else numpy_address(d_lse)
         computed = sinks_address, d_lse_address, signed_word(seed), *self.lengths
         arrays = keep_alive, sinks, d_lse, results, converted
-        given = arrays, tuple(addresses), tuple(addresses_of(results)), numbers, computed
-        return self._launch(given), results
+        arguments = arrays, tuple(addresses), tuple(addresses_of(results)), numbers, computed
+        return self._launch(arguments), results
 
-    def _launch(self, given: tuple[Any, ...]) -> int | None:
-        """Run the kernel with a record that no other thread uses. `given` are the other arguments of `launch`."""
+    def _launch(self, arguments: tuple[Any, ...]) -> int | None:
+        """Run the kernel with a record that no other thread uses. `arguments` are the others of `launch`."""
         search, known, status = self.call.search, iter(self.records[:]), None
         while status is None or status == SHORT:
             record = next(known, None) or LaunchRecord(self.call, self.sources)
             direct = self.describe(record)
-            status = launcher()(direct, *given)
+            status = launcher()(direct, *arguments)
             if status == SHORT and search is not None:  # a new record has what this one lacks
                 search.extend(record.buffer.word("count"))
                 self._remove(record)
