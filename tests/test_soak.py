@@ -44,8 +44,8 @@ def test_an_access_outside_is_found():
 # -- many threads ------------------------------------------------------------------------------------------------------
 
 
-def work(number, formulas):
-    """Solve a small problem, every fifth with a gradient; return None if the result equals that of one thread."""
+def work(number, formulas, threads=None):
+    """Return the bytes of the results of a small problem; every fifth problem has gradients. The output is finite."""
     rng = np.random.default_rng(number)
     n, m = (int(x) for x in rng.integers(1, 150, 2))
     d_k, d_v = (int(x) for x in rng.choice([8, 24], 2))
@@ -59,14 +59,14 @@ def work(number, formulas):
         {"score": s + table(bias)[h, i - j + m]},
         {"mask": i >= j, "dropout": 0.2, "seed": number},
     ][rng.integers(4)]
-    problem, kernel = make_problem(q, k, v, **options), Cpu()
+    problem, kernel = make_problem(q, k, v, threads=threads, **options), Cpu()
     answer = kernel.run(problem)
-    if number % 50 == 0:  # sometimes with another number of threads
-        assert np.array_equal(kernel.run(make_problem(q, k, v, threads=1, **options)).output, answer.output)
+    assert np.isfinite(answer.output).all()
+    results, tables = [answer.output, answer.lse], range(len(problem.tables))
     if number % 5 == 0:
-        saved = answer.output, answer.lse
-        kernel.backward(problem, GivenGradients(answer.output, None, saved, range(len(problem.tables))))
-    return np.isfinite(answer.output).all()
+        given = GivenGradients(answer.output, None, results[:], tables)
+        results += kernel.backward(problem, given).flatten(tables, has_sinks=False)
+    return [None if array is None else array.tobytes() for array in results]
 
 
 def resident():
@@ -80,12 +80,13 @@ def resident():
     ("count", "formulas", "rounds"), [(8, 2, 1), pytest.param(1000, 12, 10, marks=pytest.mark.soak)]
 )
 def test_a_crowd_of_threads(count, formulas, rounds, monkeypatch):
-    """Problems that evict kernels, from eight threads; in the later rounds the memory grows by at most a tenth."""
+    """Problems from eight threads evict kernels. Each result is that of one thread. Memory grows by at most a tenth."""
     monkeypatch.setattr(compile, "MAX_KERNELS_IN_MEMORY", 64)
     used = []
     with ThreadPoolExecutor(8) as threads:
         for turn in range(rounds):
             numbers = range(turn * count, (turn + 1) * count)
-            assert all(threads.map(lambda number: work(number, formulas), numbers))
+            found = list(threads.map(lambda number: work(number, formulas), numbers))
+            assert found == [work(number, formulas, threads=1) for number in numbers]
             used.append(resident())
-    assert max(used[5:], default=0) <= 1.1 * max(used[:5]), [f"{x >> 20} MiB" for x in used]
+    assert rounds <= 5 or max(used[5:]) <= 1.1 * max(used[:5]), [f"{x >> 20} MiB" for x in used]
