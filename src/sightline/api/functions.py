@@ -272,7 +272,7 @@ def explain(
     if positional or unknown:
         refuse_arguments("explain", explain, positional, unknown)
     query, key, value = to_heads_first(layout, query, key, value)
-    given, is_jax = query, arrays.framework(query) is arrays.JAX
+    caller_query, is_jax = query, arrays.framework(query) is arrays.JAX
     shared_keys = int(key.prefix.lengths.max()) if isinstance(key, KVCache) and key.prefix is not None else 0
     if is_jax:  # compiled programs run the kernel for NumPy arrays
         query, key, value = (
@@ -283,7 +283,7 @@ def explain(
     if is_jax:
         from ..jax.dispatch import explain as explain_jax
 
-        return explain_jax(given, problem, source)
+        return explain_jax(caller_query, problem, source)
     kernels = KERNELS
     if problem.framework is arrays.TORCH:
         from ..torch.dispatch import kernels as with_torch

@@ -54,8 +54,8 @@ def push_forward(problem: Problem, plan: Plan, tangents: Tangents, saved: tuple[
 
     `saved` is (output, lse) of the forward pass by `plan`.
     """
-    found = plan.kernel.tangent(problem, tangents, saved)
-    return streaming.tangent(problem, tangents, saved) if found is None else found
+    result = plan.kernel.tangent(problem, tangents, saved)
+    return streaming.tangent(problem, tangents, saved) if result is None else result
 
 
 def to_caller(problem: Problem, result: Result, see: Sequence[Statistic] | None) -> tuple[Any, tuple[Any, ...]]:

@@ -152,9 +152,9 @@ class BackwardPasses:
         """
         gradients = self.repeat(inputs)
         if gradients is None:
-            found, formulas = dispatch()
-            self.keep(found, inputs, formulas)
-            gradients = found.flatten(self.slots, self.wants_sinks)
+            computed, formulas = dispatch()
+            self.keep(computed, inputs, formulas)
+            gradients = computed.flatten(self.slots, self.wants_sinks)
         return gradients
 
     def repeat(self, inputs: BackwardInputs | None) -> list[Any] | None:
@@ -168,16 +168,15 @@ class BackwardPasses:
         gradients: list[Any] | None = entry.run(self, inputs, addresses, results)
         return gradients
 
-    def keep(self, found: Gradients, inputs: BackwardInputs | None, formulas: Sequence[Expression | None]) -> None:
+    def keep(self, gradients: Gradients, inputs: BackwardInputs | None, formulas: Sequence[Expression | None]) -> None:
         """Store an entry of a backward pass that went through the full dispatch, if the pass can be repeated.
 
-        found : the gradients
         inputs : what an entry reads when the pass is repeated; None if the pass cannot be repeated
         formulas : mask and score
         """
-        if found.make_entry is None or inputs is None:
+        if gradients.make_entry is None or inputs is None:
             return
         read = LOOKUP.read_arrays(*inputs.arrays)
-        entry = None if read is None else found.make_entry(self, inputs, read[1:], formulas)
+        entry = None if read is None else gradients.make_entry(self, inputs, read[1:], formulas)
         if read is not None and entry is not None:
             store_entry(self.entries, (read[0], inputs.structure), entry, MAX_BACKWARD_ENTRIES)

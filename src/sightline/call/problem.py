@@ -175,8 +175,8 @@ class Problem:
     @property
     def tables(self) -> tuple[Table, ...]:
         """The tables that the mask or the score reads; a table that both read occurs once."""
-        found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
-        return tuple(found.values())
+        by_id = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
+        return tuple(by_id.values())
 
     @property
     def score_table_indices(self) -> tuple[int, ...]:
@@ -324,9 +324,9 @@ def _with_unknown_entries(problem: Problem) -> Problem | None:
         formulas.append(formula.rewrite(lookup=lookup))
         return formulas[-1]
 
-    found = problem.map_formulas(forget_entries)
+    rewritten = problem.map_formulas(forget_entries)
     are_valid = [is_valid_for_all_entries(formula, problem.extent) for formula in formulas if formula.tables]
-    return found if are_valid and all(are_valid) else None
+    return rewritten if are_valid and all(are_valid) else None
 
 
 def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
@@ -358,5 +358,5 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     indices = tuple([index[id(table)] for table in tables])
     tables_key, table_arrays = bounds_key(tables)
     cache_key = (texts, indices, tuple([table.axes for table in tables]), tables_key, extent)
-    found = _NORMALIZED.get(cache_key, table_arrays, join_masks)
-    return None if found is None else parse_text(found[0], [tables[k] for k in found[1]])
+    normalized = _NORMALIZED.get(cache_key, table_arrays, join_masks)
+    return None if normalized is None else parse_text(normalized[0], [tables[k] for k in normalized[1]])

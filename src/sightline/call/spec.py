@@ -38,8 +38,8 @@ class Arrays(NamedTuple):
 
     def flatten(self) -> list[Any]:
         """Return the arrays in one list, which `CallSpec.unflatten` reads."""
-        given = [array for array in (self.sinks, self.seed) if array is not None]
-        return [self.query, self.key, self.value, *self.tables, *given]
+        optional = [array for array in (self.sinks, self.seed) if array is not None]
+        return [self.query, self.key, self.value, *self.tables, *optional]
 
 
 class CallSpec(NamedTuple):
@@ -134,10 +134,10 @@ class CallSpec(NamedTuple):
         sinks, seed = rest[0] if self.has_sinks else None, rest[-1] if self.has_seed else None
         return Arrays(query, key, value, tables, sinks, seed)
 
-    def place(self, places: Sequence[int], given: Sequence[Any]) -> Arrays:
-        """Return `given` as the arrays at these indices of the list, None for the other arrays."""
-        found = dict(zip(places, given, strict=True))
-        return self.unflatten([found.get(k) for k in range(self.num_arrays)])
+    def place(self, places: Sequence[int], arrays: Sequence[Any]) -> Arrays:
+        """Return `arrays` as the arrays at these indices of the list, None for the other arrays."""
+        by_place = dict(zip(places, arrays, strict=True))
+        return self.unflatten([by_place.get(k) for k in range(self.num_arrays)])
 
     @property
     def has_seed(self) -> bool:
@@ -160,8 +160,8 @@ class CallSpec(NamedTuple):
     def tangents(self, problem: Problem, places: Sequence[int], directions: Sequence[Any]) -> Tangents:
         """Return the tangents of a problem's inputs: `directions` for the arrays at these indices of the list."""
         query, key, value, own, sinks, _ = self.place(places, directions)
-        found = {slot: own[table] for table, slot in self.table_slots(problem).items()}
-        return Tangents(query, key, value, tuple([found.get(slot) for slot in range(len(problem.tables))]), sinks)
+        by_slot = {slot: own[table] for table, slot in self.table_slots(problem).items()}
+        return Tangents(query, key, value, tuple([by_slot.get(slot) for slot in range(len(problem.tables))]), sinks)
 
     def find_places(self, tables: Sequence[int]) -> list[int]:
         """Return the indices of query, key, value, these of the tables, and the sinks in the list."""

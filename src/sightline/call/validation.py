@@ -131,15 +131,15 @@ def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, 
         raise ParameterError(
             f"layout={layout!r}", '"BHND" for (B, H, n, d), or "BNHD" for (B, n, H, d)', 'layout="BNHD"'
         )
-    given = {"query": query} if value is None else {"query": query, "key": key, "value": value}
-    shapes = {name: _read_shape(name, array) for name, array in given.items()}
+    named = {"query": query} if value is None else {"query": query, "key": key, "value": value}
+    shapes = {name: _read_shape(name, array) for name, array in named.items()}
     if any(len(shape) < 4 for shape in shapes.values()):
         raise ShapeError(
             f'layout="BNHD" with {_format_items(shapes)}',
             "arrays (B, n, H, d), with a batch axis and a head axis",
             "add the missing axis, as in query[None], or leave layout out for arrays without heads",
         )
-    swapped = {name: arrays.swap_heads(array) for name, array in given.items()}
+    swapped = {name: arrays.swap_heads(array) for name, array in named.items()}
     return swapped["query"], swapped.get("key", key), swapped.get("value", value)
 
 
@@ -171,11 +171,11 @@ def check_arrays(named: dict[str, Any], are_quantized: bool = False) -> None:
             "convert the arrays to one library first",
         )
     for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
-        found = {name: describe(array) for name, array in named.items()}
-        if len(set(found.values())) > 1 and not (are_quantized and what == "dtype"):
+        values = {name: describe(array) for name, array in named.items()}
+        if len(set(values.values())) > 1 and not (are_quantized and what == "dtype"):
             verb = "cast" if what == "dtype" else "move"
             raise error(
-                f"{what} of {_format_items(found)}", f"one {what} for all", f"{verb} key and value to query's {what}"
+                f"{what} of {_format_items(values)}", f"one {what} for all", f"{verb} key and value to query's {what}"
             )
 
 

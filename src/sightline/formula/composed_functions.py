@@ -48,8 +48,8 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
             f"at most {MAX_SET_SIZE} numbers",
             "a table of True and False: member[kv_idx], where member = torch.isin(torch.arange(m), numbers)",
         )
-    found = [apply("equal", elements, entry) for entry in entries]
-    member = reduce(lambda x, y: apply("logical_or", x, y), found) if found else as_expression(False)
+    equalities = [apply("equal", elements, entry) for entry in entries]
+    member = reduce(lambda x, y: apply("logical_or", x, y), equalities) if equalities else as_expression(False)
     return apply("logical_not", member) if invert else member
 
 

@@ -54,8 +54,8 @@ class Expression(ExpressionMethods):
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """The tables that the formula reads, each once, in the order in which `walk` returns their lookups."""
-        found = {id(node.table): node.table for node in walk(self) if isinstance(node, Lookup)}
-        return tuple(found.values())
+        by_id = {id(node.table): node.table for node in walk(self) if isinstance(node, Lookup)}
+        return tuple(by_id.values())
 
     @cached_property
     def structures(self) -> dict[tuple[int, int], Structure]:
@@ -373,14 +373,14 @@ def walk(*roots: Expression) -> list[Expression]:
 
 def conjuncts(mask: Expression, operator: str = "logical_and") -> list[Expression]:
     """Return the conditions that `and`, or another operator, joins in a mask; another form is one condition."""
-    found, waiting = [], [mask]
+    conditions, waiting = [], [mask]
     while waiting:
         formula = waiting.pop()
         if isinstance(formula, Apply) and formula.operator == operator:
             waiting.extend(reversed(formula.arguments))
         else:
-            found.append(formula)
-    return found
+            conditions.append(formula)
+    return conditions
 
 
 def conjoin(mask: Any, other: Any) -> Any:

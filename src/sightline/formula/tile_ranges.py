@@ -211,13 +211,13 @@ def find_blocks(
     `batches` and `heads` are those of `TileRanges`. `block` has the numbers of queries and keys of a block.
     """
     ranges = find_tile_ranges(mask, extent, *block)
-    found = np.zeros((ranges.batches, ranges.heads, ranges.query_blocks, ranges.key_blocks), bool)
+    allowed = np.zeros((ranges.batches, ranges.heads, ranges.query_blocks, ranges.key_blocks), bool)
     for (b, h), rows, columns, holds in _evaluate_tiles(mask, extent, block):
         keys = np.broadcast_to(holds.any(axis=0) if holds.ndim == 2 else holds, len(columns))
         blocks = np.logical_or.reduceat(keys, np.arange(0, len(columns), block[1]))
         first = columns.start // block[1]
-        found[b, h, rows.start // block[0], first : first + len(blocks)] = blocks
-    return found
+        allowed[b, h, rows.start // block[0], first : first + len(blocks)] = blocks
+    return allowed
 
 
 def _evaluate_tiles(

@@ -54,10 +54,10 @@ def _compute(inputs: Sequence[Any], options: PrimitiveOptions) -> list[Any]:
 
 def tangents(*inputs: Any, options: PrimitiveOptions, wanted: tuple[int, ...]) -> list[Any]:
     """Return the results of the primitive `tangent`: tangents of results, from those of the arguments `wanted`."""
-    primals, given = inputs[: options.spec.num_arrays], inputs[options.spec.num_arrays + 2 :]
+    primals, directions = inputs[: options.spec.num_arrays], inputs[options.spec.num_arrays + 2 :]
     function = _restrict(primals, options, wanted, options.differentiable_results(primals))
-    found: list[Any] = jax.jvp(function, [primals[k] for k in wanted], list(given))[1]
-    return found
+    derivatives: list[Any] = jax.jvp(function, [primals[k] for k in wanted], list(directions))[1]
+    return derivatives
 
 
 def gradients(*inputs: Any, options: PrimitiveOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
@@ -83,8 +83,8 @@ def _restrict(
 def _make_problem(inputs: Sequence[Any], options: PrimitiveOptions) -> tuple[Problem, Any]:
     """Return the problem, and the seed as two uint32 words, or None without dropout."""
     arrays = options.spec.unflatten(inputs)
-    given = zip(arrays.tables, options.wide_tables, strict=True)
-    tables = [_narrow(table, wide) if wide else table for table, wide in given]
+    pairs = zip(arrays.tables, options.wide_tables, strict=True)
+    tables = [_narrow(table, wide) if wide else table for table, wide in pairs]
     problem = options.spec.problem(arrays._replace(tables=tables), options.spec.formulas(tables))
     return problem, arrays.seed
 
@@ -240,11 +240,11 @@ class _Blocks(TileOps):
 def _find_extremum(statistic: Reduction, values: Any, positions: Any, axis: int) -> list[Any]:
     """Return the arrays of a maximum or minimum along an axis. The gradient of its value goes to its position."""
     if values.shape[axis]:
-        found: Any = find_extremum(statistic.how, values, positions, axis)
+        extremum: Any = find_extremum(statistic.how, values, positions, axis)
     else:
         shape = [length for k, length in enumerate(values.shape) if k != axis % values.ndim]
-        found = jnp.full(shape, statistic.hidden, values.dtype), jnp.full(shape, -1)
-    return list(found[: statistic.num_arrays])
+        extremum = jnp.full(shape, statistic.hidden, values.dtype), jnp.full(shape, -1)
+    return list(extremum[: statistic.num_arrays])
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]

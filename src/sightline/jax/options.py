@@ -37,8 +37,8 @@ class PrimitiveOptions:
     def examples(self, inputs: Sequence[Any]) -> Arrays:
         """Return arrays of zeros with the shapes and dtypes of the call's arrays, which are the first `inputs`."""
         arrays = self.spec.unflatten([example(x.shape, x.dtype) for x in inputs[: self.spec.num_arrays]])
-        given = zip(arrays.tables, self.wide_tables, strict=True)
-        return arrays._replace(tables=[example(x.shape[:-1], wide) if wide else x for x, wide in given])
+        pairs = zip(arrays.tables, self.wide_tables, strict=True)
+        return arrays._replace(tables=[example(x.shape[:-1], wide) if wide else x for x, wide in pairs])
 
     def problem(self, inputs: Sequence[Any]) -> Problem:
         """Return a problem without formulas, whose arrays have only the shapes and dtypes of `inputs`."""

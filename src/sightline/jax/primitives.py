@@ -154,10 +154,10 @@ def _lower(
 
 def _call_by_position(call: XlaCall, *arrays: Any) -> list[Any]:
     """Return the results of a custom call that reads and writes some arrays with swapped axes; see `ArrayType`."""
-    given = [_swap_if(kind.by_position, x) for kind, x in zip(call.arguments, arrays, strict=True)]
+    operands = [_swap_if(kind.by_position, x) for kind, x in zip(call.arguments, arrays, strict=True)]
     types = [jax.ShapeDtypeStruct(kind.memory_shape, kind.dtype) for kind in call.results]
-    found = jax.ffi.ffi_call(register_custom_call(), types)(*given, call=call.to_text())
-    return [_swap_if(kind.by_position, x) for kind, x in zip(call.results, found, strict=True)]
+    results = jax.ffi.ffi_call(register_custom_call(), types)(*operands, call=call.to_text())
+    return [_swap_if(kind.by_position, x) for kind, x in zip(call.results, results, strict=True)]
 
 
 def _swap_if(condition: bool, array: Any) -> Any:
@@ -211,9 +211,9 @@ def _differentiate_again(
     function: Callable[..., list[Any]], primals: Sequence[Any], directions: Sequence[Any], **options: Any
 ) -> tuple[Any, Any]:
     """Return the results of `tangent` or `backward` and their tangents; `function` computes these results in JAX."""
-    given = [ad.instantiate_zeros(direction) for direction in directions]
-    found: tuple[Any, Any] = jax.jvp(_compile(function, tuple(sorted(options.items()))), list(primals), given)
-    return found
+    tangents = [ad.instantiate_zeros(direction) for direction in directions]
+    results: tuple[Any, Any] = jax.jvp(_compile(function, tuple(sorted(options.items()))), list(primals), tangents)
+    return results
 
 
 def _transpose(

@@ -101,8 +101,8 @@ class XlaCall(ABC):
         """Return the arguments of the forward pass, with the seed as a number, and the list of the other arguments."""
         count = self.spec.num_arrays
         inputs = self.spec.unflatten(arrays[:count])
-        given = zip(inputs.tables, self.options.wide_tables, strict=True)
-        tables = [x.view(wide)[..., 0] if wide else x for x, wide in given]
+        pairs = zip(inputs.tables, self.options.wide_tables, strict=True)
+        tables = [x.view(wide)[..., 0] if wide else x for x, wide in pairs]
         seed = 0 if inputs.seed is None else int(inputs.seed.view(np.uint64)[0])
         return inputs._replace(tables=tables, seed=seed), arrays[count:]
 

@@ -111,7 +111,7 @@ def dispatch_statistics(
         arrays = compute_arrays(statistic)
         return None if arrays is None else statistic.build_result(arrays)
 
-    found = [solve(statistic) for statistic in problem.see]
-    remaining = [statistic for statistic, result in zip(problem.see, found, strict=True) if result is None]
+    results = [solve(statistic) for statistic in problem.see]
+    remaining = [statistic for statistic, result in zip(problem.see, results, strict=True) if result is None]
     rest = iter(compute_by_streaming(problem.with_statistics(*remaining)) if remaining else ())
-    return tuple([next(rest) if result is None else result for result in found])
+    return tuple([next(rest) if result is None else result for result in results])

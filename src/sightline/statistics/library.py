@@ -140,8 +140,8 @@ def _read_cells(name: str, axes: str, cells: Any) -> Cells:
 
 
 def _read_formula(formula: Any) -> Expression:
-    found = as_expression(formula)
-    return where(found, 1.0, 0.0) if found.kind == "bool" else found
+    expression = as_expression(formula)
+    return where(expression, 1.0, 0.0) if expression.kind == "bool" else expression
 
 
 def mass(mask: Any) -> Statistic:

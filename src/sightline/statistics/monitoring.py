@@ -119,10 +119,10 @@ class StepSums:
 
     def finish(self, number: int, layers: Sequence[str]) -> MonitoredStep:
         """Return step `number`, with the statistics of these layers."""
-        found = {}
+        by_layer = {}
         for layer in layers:
             maximum = np.asarray(to_numpy(self.maxima[layer]), np.float64)
             entropies, masses, queries = np.asarray(to_numpy(self.totals[layer]), np.float64)
             count = np.maximum(queries, 1)
-            found[layer] = HeadStatistics(maximum, entropies / count, masses / count, queries)
-        return MonitoredStep(number, found)
+            by_layer[layer] = HeadStatistics(maximum, entropies / count, masses / count, queries)
+        return MonitoredStep(number, by_layer)

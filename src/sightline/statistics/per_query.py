@@ -78,8 +78,8 @@ class TopK(Statistic):
         weights = xp.concat([current, xp.astype(tile.weights, current.dtype)], axis=-1)
         keys = xp.arange(tile.columns.start, tile.columns.stop, dtype=current_keys.dtype, device=weights.device)
         keys = xp.where(tile.scores == -math.inf, -xp.ones_like(keys), keys)
-        found = self._largest(weights, xp.concat([current_keys, keys], axis=-1))
-        for array, values in zip(arrays, found, strict=True):
+        largest = self._largest(weights, xp.concat([current_keys, keys], axis=-1))
+        for array, values in zip(arrays, largest, strict=True):
             array[..., tile.rows, :] = values
 
     def _largest(self, weights: Any, keys: Any) -> list[Any]:

@@ -198,11 +198,11 @@ class Reduction(Statistic):
             return self.formula
         if (self.how, self.axes) != ("sum", "j") or not vanishes_with(self.formula, p):
             return None
-        found = derivative(self.formula, p)
-        match found:
+        factor = derivative(self.formula, p)
+        match factor:
             case Apply("where", (condition, first, second)) if first is ONE and second is ZERO:
-                found = condition
-        return None if any(node is p for node in walk(found)) else found
+                factor = condition
+        return None if any(node is p for node in walk(factor)) else factor
 
     @cached_property
     def fused_role(self) -> str | None:
@@ -432,8 +432,8 @@ class Reduction(Statistic):
         if self.axes != "ij":
             index = {"j": (i,), "i": (j,), "": (i, j)}[self.axes]
             share = 1 / max(n, 1) if self.how == "mean" else 1.0
-            found = context.gradient_at(*index)
-            return found if share == 1 else found * share
+            entry = context.gradient_at(*index)
+            return entry if share == 1 else entry * share
         gradient = context.gradient
         if self.how == "mean":
             gradient = self.divide(gradient, n, m)
@@ -451,8 +451,8 @@ class Reduction(Statistic):
         """Return where each maximum or minimum is; −1 for none."""
         if self.finds:
             return (context.arrays or context.compute(self))[1]
-        found = context.compute(replace(self, hidden=EXTREMES[self.how]))
-        return namespace(found.value).where(found.value > 0, found.where, -1)  # a hidden pair counts as 0
+        extremum = context.compute(replace(self, hidden=EXTREMES[self.how]))
+        return namespace(extremum.value).where(extremum.value > 0, extremum.where, -1)  # a hidden pair counts as 0
 
     # -- parameters ---------------------------------------------------------------------------------------------------
     def map_formulas(self, change: Callable[[Any], Any]) -> Reduction:

@@ -84,10 +84,10 @@ def _differentiate(call: GraphCall, inputs: Sequence[Tensor], given: GivenGradie
     plan = call.plan or make_plan(problem)
     with operator.autocast_disabled(problem.query):
         given_tensors = given._replace(saved=_to_tensors(*given.saved))
-        found = differentiate(problem, plan, given_tensors)
-    if found.make_entry is not None and not isinstance(call.source, Problem):
-        passes.keep(found, call.read_inputs(inputs, given), call.formulas)
-    return found.flatten(passes.slots, passes.wants_sinks)
+        gradients = differentiate(problem, plan, given_tensors)
+    if gradients.make_entry is not None and not isinstance(call.source, Problem):
+        passes.keep(gradients, call.read_inputs(inputs, given), call.formulas)
+    return gradients.flatten(passes.slots, passes.wants_sinks)
 
 
 def _differentiate_by_operator(

@@ -322,10 +322,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
         tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
-        found = ctx.derivative.push_forward(tensors, outputs, tangents, ctx.types)
+        derivatives = ctx.derivative.push_forward(tensors, outputs, tangents, ctx.types)
         # torch fails on None as the tangent of floats, such as the weights of `top_k`
         zeros = tensors[0].new_zeros
-        pairs = zip_longest(found, ctx.types)
+        pairs = zip_longest(derivatives, ctx.types)
         return tuple([zeros(t[0], dtype=t[1]) if x is None and t[1].is_floating_point else x for x, t in pairs])
 
     @staticmethod

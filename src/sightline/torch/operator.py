@@ -145,8 +145,8 @@ def _backward_shapes(
     _: Any, gradient_indices: Any, wanted_tables: list[int], output: Any, lse: Any, *args: Any
 ) -> list[Tensor]:
     arrays, spec = read_arguments(args)
-    given = arrays.flatten()
-    return [given[place].new_empty(given[place].shape) for place in spec.find_places(wanted_tables)]
+    flat = arrays.flatten()
+    return [flat[place].new_empty(flat[place].shape) for place in spec.find_places(wanted_tables)]
 
 
 attention_backward_op = _define(
@@ -168,8 +168,8 @@ def _compute_tangents(
     """
     arrays, spec = read_arguments(args)
     problem = restore_problem(arrays, spec)
-    given = spec.tangents(problem, places, directions)
-    return list(push_forward(problem, make_plan(problem), given, (output, lse)))
+    tangents = spec.tangents(problem, places, directions)
+    return list(push_forward(problem, make_plan(problem), tangents, (output, lse)))
 
 
 attention_tangent_op = _define(
@@ -198,5 +198,5 @@ def apply_chain_rule(
     slots_of_wanted = [slots[table] for table in wanted_tables]
     gradient_of = dict(zip(gradient_indices, gradients, strict=True))
     given = unflatten_gradients(problem.see, gradient_of, saved, slots_of_wanted)
-    found = streaming.backward(problem, given) if saved is None else differentiate(problem, make_plan(problem), given)
-    return found.flatten(slots_of_wanted, spec.has_sinks)
+    result = streaming.backward(problem, given) if saved is None else differentiate(problem, make_plan(problem), given)
+    return result.flatten(slots_of_wanted, spec.has_sinks)

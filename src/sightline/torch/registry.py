@@ -118,8 +118,8 @@ def _differentiate(d_output: Tensor, *inputs: Any, **named: Any) -> list[Tensor]
             problem = validate(parse(query, key, value, options))
             store_entry(_PASSES, call_key, BackwardPasses.of(problem, formulas, (), False), limit=64)
         arrays = (query, key, value), output, lse, d_output.contiguous(), None, tables
-        found = _PASSES[call_key].differentiate(BackwardInputs(*arrays, structure.numbers, ()), dispatch)
-    return [_order_heads_last(gradient) for gradient in found]
+        gradients = _PASSES[call_key].differentiate(BackwardInputs(*arrays, structure.numbers, ()), dispatch)
+    return [_order_heads_last(gradient) for gradient in gradients]
 
 
 def _read(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Any = None, scale: Any = None) -> Any:

@@ -105,10 +105,10 @@ def compute_statistics(
     passes: list[Any] = []
     arrays: dict[int, list[Any]] = {}
     for bound in [] if is_imprecise else weights_pass.bind_passes(problem, processor):
-        found = weights_pass.run_first(problem, lse, bound)
-        if found is not None:
+        computed = weights_pass.run_first(problem, lse, bound)
+        if computed is not None:
             passes.append(bound[1])
-            arrays |= {id(problem.see[k]): own for k, own in zip(bound[1].indices, found, strict=True)}
+            arrays |= {id(problem.see[k]): own for k, own in zip(bound[1].indices, computed, strict=True)}
 
     def compute_arrays(statistic: Statistic) -> list[Any] | None:
         fused_arrays = None if is_imprecise else fused_statistics.arrays_of(statistic)
@@ -131,8 +131,8 @@ def tangent(
     output, lse = saved
     if is_lse_too_large(lse, problem.accumulator):
         return None
-    given = {name: getattr(tangents, name) for name in ("query", "key", "value")}
-    operands = {name: with_contiguous_rows(detach(x)) for name, x in given.items() if x is not None}
+    by_name = {name: getattr(tangents, name) for name in ("query", "key", "value")}
+    operands = {name: with_contiguous_rows(detach(x)) for name, x in by_name.items() if x is not None}
     formula = score_tangent(problem.score, dict(zip(problem.tables, tangents.tables, strict=False)))
     formulas: tuple[Expression, ...] = () if formula is None else (formula,)
     roles = (*operands, *([SCORE] if formulas else []))

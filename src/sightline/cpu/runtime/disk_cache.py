@@ -125,7 +125,7 @@ def state() -> DiskCacheState:
         path = cache_folder()
         source_hash()
         folder = check_folder(create=False)
-        sizes = [found.st_size for file, found in _kernel_files(folder) if file.suffix == KERNEL_SUFFIX]
+        sizes = [status.st_size for file, status in _kernel_files(folder) if file.suffix == KERNEL_SUFFIX]
         problem = _last_error() if os.access(path, os.W_OK) else f"{path} {NOT_WRITABLE}"
     except FileNotFoundError:  # there is no folder until the first kernel is stored
         parent = next((step for step in path.parents if step.exists()), path) if path else None
@@ -250,11 +250,11 @@ def _read_file(path: Path) -> bytes:
         Another user may have written the file.
     """
     with open(path, "rb", opener=_open) as stream:
-        found = os.fstat(stream.fileno())
-        others = REPORTS_OWNERS and (found.st_uid != os.geteuid() or found.st_mode & WRITABLE_BY_OTHERS)
-        if others or not stat.S_ISREG(found.st_mode):
+        status = os.fstat(stream.fileno())
+        others = REPORTS_OWNERS and (status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS)
+        if others or not stat.S_ISREG(status.st_mode):
             raise UntrustedError(f"other users may have written {path.name}; delete this file")
-        if time.time() - found.st_mtime > STALE_SECONDS:
+        if time.time() - status.st_mtime > STALE_SECONDS:
             with contextlib.suppress(OSError):
                 os.utime(path)
         return stream.read()
@@ -293,14 +293,14 @@ def _evict(folder: Path, written: int) -> None:
     if _write_budget[folder] > 0:
         return
     files = sorted(_kernel_files(folder), key=lambda file: file[1].st_mtime)
-    total = sum(found.st_size for _, found in files)
+    total = sum(status.st_size for _, status in files)
     target_size = MAX_FOLDER_BYTES if total <= MAX_FOLDER_BYTES else MAX_FOLDER_BYTES * 3 // 4
-    for file, found in files:
-        stale = file.suffix == PARTIAL_SUFFIX and time.time() - found.st_mtime > STALE_SECONDS
+    for file, status in files:
+        stale = file.suffix == PARTIAL_SUFFIX and time.time() - status.st_mtime > STALE_SECONDS
         if stale or (total > target_size and file.suffix == KERNEL_SUFFIX):
             with contextlib.suppress(FileNotFoundError, PermissionError):  # Windows deletes no file that is being read
                 file.unlink()
-            total -= found.st_size
+            total -= status.st_size
     _write_budget[folder] = MAX_FOLDER_BYTES - total
 
 

@@ -80,19 +80,19 @@ def merge_splits(
         maximum = tl.maximum(maximum, power)
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.exp2(sink - shift)
-    found = tl.zeros((ROWS, meta.padded_d_v), meta.accumulator)
+    output = tl.zeros((ROWS, meta.padded_d_v), meta.accumulator)
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
         power = tl.load(arrays.split_lse + split * step + at, mask=inside, other=float("-inf"))
         weight = tl.exp2((power - shift).to(meta.accumulator))  # exact enough, and float64 exp2 has branches
         total += weight.to(tl.float64)
         pointers = arrays.split_output + (split * step + at)[:, None] * meta.d_v + column
         share = tl.load(pointers, mask=inside[:, None] & (column < meta.d_v), other=0.0)
-        found += weight[:, None] * share
+        output += weight[:, None] * share
     args = tile_ops.Arguments(arrays, n, m, H, group, scale, tile_ops.find_unit(scale, formulas), dropout_scale)
-    if tile_ops.has_nan(found) != 0:
+    if tile_ops.has_nan(output) != 0:
         state = compute_block(args, head_index, 0, 0, formulas, 0, True, meta)
         store(state, args, head_index, 0, args.unit, meta.rows, meta)
     else:
         high = total.to(meta.accumulator)
-        merged = SoftmaxState(found, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
+        merged = SoftmaxState(output, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
         store(merged, args, head_index, 0, 1.0, ROWS, meta)

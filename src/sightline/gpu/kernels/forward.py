@@ -51,8 +51,8 @@ def classify_nonfinite(weights, value, nonfinite, meta):
     code = tl.where(value != value, 0.00390625, signs).to(value.dtype)
     seen = tl.where(weights == 0, 0.0, 1.0).to(value.dtype)
     counts = (tl.dot(seen, code, input_precision=meta.precision) * 256).to(tl.int32)
-    found = tl.where(counts % 256 != 0, 1, 0) + tl.where(counts // 256 % 256 != 0, 2, 0)
-    return nonfinite | (found + tl.where(counts // 65536 != 0, 4, 0))
+    bits = tl.where(counts % 256 != 0, 1, 0) + tl.where(counts // 256 % 256 != 0, 2, 0)
+    return nonfinite | (bits + tl.where(counts // 65536 != 0, 4, 0))
 
 
 @triton.jit
@@ -123,8 +123,8 @@ def store(state, args, head_index, first, unit, ROWS: tl.constexpr, meta):
     tl.store(output + at[:, None] * meta.d_v + column, block, mask=inside[:, None] & (column < meta.d_v))
     unit = tile_ops.scalar(unit, tl.float64)
     h = head_index % args.H
-    found = tile_ops.compute_lse(state.maximum, state.total, state.compensation, args.arrays.sinks, h, unit)
-    tl.store(args.arrays.lse + at, found, mask=inside)
+    lse = tile_ops.compute_lse(state.maximum, state.total, state.compensation, args.arrays.sinks, h, unit)
+    tl.store(args.arrays.lse + at, lse, mask=inside)
 
 
 @triton.jit

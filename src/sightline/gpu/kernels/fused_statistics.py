@@ -54,11 +54,11 @@ def update(fused_state, s, step, j, block, formulas, meta):
         first_nan = tl.min(tl.where(s != s, j, tile_ops.NO_KEY), 1)  # NaN counts as the largest score
         largest = tl.where(first_nan < tile_ops.NO_KEY, float("nan"), tile_max)
         first_max = tl.min(tl.where(s < tile_max[:, None], tile_ops.NO_KEY, j), 1)
-        found = tl.where(first_nan < tile_ops.NO_KEY, first_nan, first_max)
+        first_key = tl.where(first_nan < tile_ops.NO_KEY, first_nan, first_max)
         above = (largest > max_score) | ((largest != largest) & (max_score == max_score))
         ties = (largest == max_score) | ((largest != largest) & (max_score != max_score))
-        replaces = above | (ties & (found < max_key))  # a full tile may come before a partial tile of smaller keys
-        max_score, max_key = tl.where(replaces, largest, max_score), tl.where(replaces, found, max_key)
+        replaces = above | (ties & (first_key < max_key))  # a full tile may come before a partial tile of smaller keys
+        max_score, max_key = tl.where(replaces, largest, max_score), tl.where(replaces, first_key, max_key)
     if meta.entropy:
         power_sum = (power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass) * alpha
         power_sum += tl.sum(p * tl.maximum(x, MIN_POWER), 1)

@@ -40,10 +40,10 @@ class GpuTableGradient:
     @property
     def entry(self) -> Expression:
         """The index, in C order, of the table entry that a pair reads."""
-        found, *others = self.node.arguments
+        entry, *others = self.node.arguments
         for index, length in zip(others, self.node.table.shape[1:], strict=True):
-            found = found * length + index
-        return found
+            entry = entry * length + index
+        return entry
 
     @property
     def kind(self) -> str:

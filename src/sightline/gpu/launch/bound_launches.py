@@ -66,13 +66,13 @@ class RecordedCall(NamedTuple):
     def inputs(self) -> dict[str, Any]:
         """The inputs of the call by the fields of `KernelArrays`: a tensor, or a tuple of tensors or integers."""
         problem = self.problem
-        found = {"query": problem.query, "key": problem.key, "value": problem.value, **(self.others or {})}
-        found["tables"] = tuple([table.array for table in self.tables])
+        inputs = {"query": problem.query, "key": problem.key, "value": problem.value, **(self.others or {})}
+        inputs["tables"] = tuple([table.array for table in self.tables])
         if problem.sinks is not None:
-            found["sinks"] = problem.sinks
+            inputs["sinks"] = problem.sinks
         if problem.dropout and (state := dropout_state(problem, problem.seed)):
-            found["dropout_state"] = state
-        return found
+            inputs["dropout_state"] = state
+        return inputs
 
     @property
     def is_compiled(self) -> bool:
@@ -82,7 +82,7 @@ class RecordedCall(NamedTuple):
     @property
     def flat_inputs(self) -> list[Any]:
         """The inputs without tuples: tensors and integers."""
-        return [x for given in self.inputs.values() for x in (given if isinstance(given, tuple) else (given,))]
+        return [x for value in self.inputs.values() for x in (value if isinstance(value, tuple) else (value,))]
 
     def keep(self, call: FirstCall) -> None:
         """Store an entry; see `Result.keep`."""
