@@ -2,7 +2,7 @@
 
 `check_kind` checks each array of a call. Its callers are `validation.check_arrays` for query, key and value,
 `validation.read_sinks` for sinks, and `Table` for masks, biases and tables, for example. `check_device` raises the
-error for a tensor on another device. Shapes and dtypes are checked elsewhere.
+error for a tensor on another device, `check_memory` for one without memory. Shapes and dtypes are checked elsewhere.
 
 A subclass of torch's Tensor may compute attention by itself, so `check_kind` accepts it. If the subclass then fails,
 `refuse_subclass` raises the error.

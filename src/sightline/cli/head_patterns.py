@@ -1,6 +1,6 @@
 """The demo's analysis of every head of a trained encoder: which patterns of keys get most of a head's weight.
 
-The module also writes a picture of all heads and the explorer page.
+`patterns` names them. The module also writes a picture of all heads and the explorer page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dense arrays (..., H, n, m) as tables. Their leading axes, those before the last three, stand for the batch axes.
+"""Leading axes of dense arrays (..., H, n, m), those before the last three, which stand for the batch axes.
 
 A formula is written before the batch axes are known. If an array has more than four axes, its table has one axis for
 all leading axes, and `Table.batch_axes` has the lengths of the leading axes. When the batch axes are known,

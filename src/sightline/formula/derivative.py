@@ -1,4 +1,4 @@
-"""Derivatives of a score formula with respect to s or to a table entry. A derivative is again a formula."""
+"""Derivatives of a score formula with respect to s or to a table entry: `derivative` returns a formula again."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The random numbers come from Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 Philox's own key is the 64-bit seed, and its counter is (b, h, i, ⌊j / 4⌋), where `Problem.dropout_origin` is added to
 the positions of the problem. Each counter gives four 32-bit words, one for each of four neighbouring key positions j. A
-weight is dropped if word j mod 4, divided by 2³², is less than the probability p of dropout.
+weight is dropped if word j mod 4, divided by 2³², is less than p. `keep_factor` does this for a tile of weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of torch may need to see a call: modes, transforms of torch.func, tracers and forward derivatives."""
+"""Which modes, transforms, tracers and forward derivatives of torch need to see a call. No call is replaced here."""
 
 from __future__ import annotations
 

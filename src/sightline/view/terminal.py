@@ -1,4 +1,4 @@
-"""Matrices drawn with characters: in block shades, or in 24-bit colours if the terminal has them."""
+"""Matrices that `draw_matrix` draws with characters: in block shades, or in 24-bit colours of the terminal."""
 
 from __future__ import annotations
 
