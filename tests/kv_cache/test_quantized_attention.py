@@ -20,8 +20,6 @@ from sightline.cpu.runtime.processor import HOST
 from sightline.reference.definition import compute_stages
 from strategies import DTYPES, to_torch
 
-# -- attention on them -------------------------------------------------------------------------------------------------
-
 CALLS = {
     "one token": (1, {}),
     "three tokens": (3, {"mask": i >= j}),

@@ -75,7 +75,7 @@ def attention(
         streaming language models with attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
     dropout : float, default 0
         The probability that a weight is dropped. The weights that are kept are divided by 1 − dropout.
-    seed : int, required with dropout for NumPy arrays
+    seed : int, required with dropout for arrays of NumPy and JAX
         The same seed drops the same weights with every kernel. For torch tensors the default is a seed from torch's
         generator.
     see : list of statistics, or dict from names to statistics, or one statistic, optional

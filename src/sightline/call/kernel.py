@@ -39,7 +39,7 @@ class Result:
     """The result of a forward pass.
 
     output : (*batch_shape, H, n, d_v), the dtype of the query
-    lse : (*batch_shape, H, n) float64, because weights that are computed from the lse inherit its error
+    lse : (*batch_shape, H, n) float64, as weights computed from it inherit its error; None from torch's own kernels
     seen : the result of each statistic of `problem.see`
     keep : function that stores an entry for the call in the call cache; None if the call cannot be repeated
         It stores none if the kernels did not read the caller's own query, key and value, or read other tables.

@@ -9,7 +9,7 @@ request, and goes through the full dispatch: all checks, the choice of a kernel,
 
 - The call needs statistics that no kernel computes, selections of statistics, or means of matrices.
 - The scale is an array.
-- The type of an array is not exactly NumPy's ndarray or torch's Tensor.
+- The type of an array is not exactly NumPy's ndarray, or torch's Tensor or Parameter.
 - torch traces or transforms the call, or a mode of torch is active; `arrays.layouts` has the full list.
 """
 

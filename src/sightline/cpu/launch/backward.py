@@ -45,7 +45,7 @@ from ...formula.expression import SYMBOLS, Expression
 from ...formula.parameters import structure_of
 from ...formula.tile_ranges import find_runs, find_tile_ranges
 from ...statistics import StatisticGradients, library
-from ...statistics.reduction import j, p, times_factor
+from ...statistics.reduction import times_factor
 from ..codegen.abi import BACKWARD_CALL_FIELDS
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
@@ -64,7 +64,7 @@ from .forward import forward, make_results
 
 BACKWARD_SUMS = ("d_query", "d_key", "d_value")  # the sums that become the gradients of the operands
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
-MIN_SPLIT_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
+MIN_PARTED_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
 MAX_KEYS = 1 << 16  # the most keys of a part
 KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part sees
 
@@ -116,7 +116,7 @@ class Split:
     parallel_batches: int
 
     @classmethod
-    def from_problem(cls, problem: Problem, table_gradients: list[TableGradient]) -> Split:
+    def of(cls, problem: Problem, table_gradients: list[TableGradient]) -> Split:
         heads = problem.G if all(gradient.is_per_head for gradient in table_gradients) else 1
         batches = 1 if table_gradients else problem.B
         blocks = -(-problem.m // KEY_BLOCK)
@@ -146,7 +146,7 @@ def backward(problem: Problem, given: GivenGradients, processor: Processor) -> G
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
     arguments = prepare("backward", problem, processor, tuple(formulas.values()), **options)
-    xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
+    xp, split = namespace(problem.query), Split.of(problem, table_gradients)
     output, d_output = (
         with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], given.d_output)
     )
@@ -348,7 +348,7 @@ def _sum_over_keys(problem: Problem, gradients: StatisticGradients, processor: P
     _, *unread = gradients.formulas.values()
     value = None if problem.row_formats else problem.value[..., :1]
     assert gradients.weights is not None
-    product = library.sum(times_factor(p, gradients.weights), over=j)
+    product = library.sum(times_factor(SYMBOLS["p"], gradients.weights), over=SYMBOLS["j"])
     narrow = problem.with_statistics(product, value=value)
     fused = CpuFusedStatistics(narrow, unread)
     call = forward(narrow, *make_results(narrow), processor, fused)
@@ -387,7 +387,7 @@ def needs_parts(problem: Problem, given: GivenGradients) -> bool:
     """
     if given.wanted_tables or given.statistics.formulas or problem.dtype != problem.accumulator:
         return False
-    return problem.n * _bytes_per_query(problem) > MIN_SPLIT_BYTES
+    return problem.n * _bytes_per_query(problem) > MIN_PARTED_BYTES
 
 
 def backward_in_parts(problem: Problem, given: GivenGradients, processor: Processor) -> Gradients | None:
