@@ -377,6 +377,7 @@ def test_explain_names_what_is_stored(rng):
     query, key, value = random_arrays(rng)
     text = str(sightline.explain(query, filled_cache(key, value, dtype=PAIR)))
     assert "float32 on cpu, keys in int8, values in int4" in text
+    assert "multiplied with keys in float32, weights with values in float32" in text
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

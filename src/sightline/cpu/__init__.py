@@ -43,6 +43,17 @@ class Cpu(Kernel):
     def cost(self, problem: Problem) -> float:
         return 1.0
 
+    def cost_reason(self, problem: Problem) -> str:
+        if problem.row_formats is None:
+            return ""
+        from .kernels.decode_rows import find_pairs
+        from .launch.product_rates import machine_for
+
+        machine, names = machine_for(self.processor, problem.dtype), {"i16": "int16", "bfloat": "bfloat16"}
+        pairs = [find_pairs(problem.dtype, rows, machine) for rows in problem.row_formats]
+        kinds = [names.get(str(kind), "float32") for kind in pairs]
+        return "few queries are multiplied with keys in {}, weights with values in {}".format(*kinds)
+
     def describe_statistic(self, problem: Problem, statistic: Statistic) -> str:
         from .launch.weights_pass import MAX_TOP_K, can_serve
 

@@ -430,11 +430,8 @@ def relative_bias(table: Any) -> Expression:
     """
     wrapped = Table(table, axes=(None,) if _ndim(table) == 1 else ("h", None))
     if wrapped.ndim > 2 or wrapped.shape[-1] % 2 == 0:
-        raise ShapeError(
-            f"relative_bias({wrapped})",
-            "(H, 2w + 1) or (2w + 1,)",
-            "an odd number of distances, distance 0 in the middle",
-        )
+        given = f"relative_bias({wrapped})"
+        raise ShapeError(given, "(H, 2w + 1) or (2w + 1,)", "an odd number of distances, distance 0 in the middle")
     max_distance = wrapped.shape[-1] // 2
     distance = apply("minimum", apply("maximum", j - i + max_distance, 0), 2 * max_distance)
     return s + wrapped[distance if wrapped.ndim == 1 else (_first_index(wrapped, h), distance)]

@@ -96,9 +96,8 @@ def _read_seed(seed: Any, dropout: float) -> Any:
     """
     if isinstance(seed, jax.Array):
         if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
-            raise ParameterError(
-                f"a seed of shape {seed.shape} and dtype {seed.dtype}", "one whole number", "seed=jax.random.bits(key)"
-            )
+            given = f"a seed of shape {seed.shape} and dtype {seed.dtype}"
+            raise ParameterError(given, "one whole number", "seed=jax.random.bits(key)")
     else:
         seed = read_seed(seed, dropout)
     if not dropout:

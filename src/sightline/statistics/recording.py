@@ -105,11 +105,8 @@ class Call:
         """Return the call with the results of these query heads alone. `heads` are the heads' numbers in the model."""
         missing = [head for head in heads if head not in self.heads]
         if missing:
-            raise ParameterError(
-                f"heads {missing} of {self.layer}, which were not recorded",
-                f"heads {list(self.heads)}",
-                f"heads={[*self.heads][:1]}",
-            )
+            given = f"heads {missing} of {self.layer}, which were not recorded"
+            raise ParameterError(given, f"heads {list(self.heads)}", f"heads={[*self.heads][:1]}")
         places = [self.heads.index(head) for head in heads]
         results = []
         for statistic, result in zip(self.statistics, self.results, strict=True):

@@ -52,11 +52,8 @@ def part_of(
         The problem has dropout, which counts keys in groups of 4, and `first_key` is no multiple of 4.
     """
     if problem.dropout and (first_key or 0) % 4:
-        raise ParameterError(
-            f"dropout on a part whose keys begin at {first_key}",
-            "parts whose keys begin at multiples of 4",
-            "divide the keys at multiples of 4",
-        )
+        given = f"dropout on a part whose keys begin at {first_key}"
+        raise ParameterError(given, "parts whose keys begin at multiples of 4", "divide the keys at multiples of 4")
     symbols: dict[str, Expression] = {"n": as_expression(problem.n), "m": as_expression(problem.m)}
     for name, first in (("i", first_row), ("j", first_key)):
         if first is not None:
@@ -256,11 +253,8 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
                 raise DtypeError(f"{what} is a {type(array).__name__}", "arrays of NumPy, torch or JAX", CURE)
             arrays.check_float_dtype(what, array)
         if tuple(lse.shape) != tuple(out.shape[:-1]) or out.ndim < 2:
-            raise ShapeError(
-                f"part {index} has out {tuple(out.shape)} and lse {tuple(lse.shape)}",
-                "out (..., n, d_v) and lse (..., n)",
-                "give out and lse of one call",
-            )
+            given = f"part {index} has out {tuple(out.shape)} and lse {tuple(lse.shape)}"
+            raise ShapeError(given, "out (..., n, d_v) and lse (..., n)", "give out and lse of one call")
         outs.append(out)
         lses.append(lse)
     if not outs:

@@ -118,11 +118,8 @@ def divide_heads(key_heads: int, ranks: int) -> list[int]:
         There are fewer key heads than ranks.
     """
     if ranks > key_heads:
-        raise ParameterError(
-            f'method="heads" with {key_heads} key heads on {ranks} ranks',
-            "at least as many key heads as ranks",
-            'method="ring"',
-        )
+        given = f'method="heads" with {key_heads} key heads on {ranks} ranks'
+        raise ParameterError(given, "at least as many key heads as ranks", 'method="ring"')
     return [key_heads * rank // ranks for rank in range(ranks + 1)]
 
 

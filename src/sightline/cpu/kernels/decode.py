@@ -50,8 +50,7 @@ class Decode(Block):
 
     def allocate(self) -> None:
         tiles, spec = self.tiles, self.spec
-        self.key = DecodeRows(self, "key", self.key_format, spec.d_k)
-        self.value = DecodeRows(self, "value", self.value_format, spec.d_v)
+        self.key, self.value = DecodeRows(self, "key", self.key_format), DecodeRows(self, "value", self.value_format)
         self.paired = self.key.tiles.paired
         self.query_row_bytes = self.key.tiles.packed_length(spec.d_k) * tiles.itemsize
         self.score_row_bytes = KEY_BLOCK * tiles.itemsize

@@ -22,12 +22,13 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from ...arrays.row_formats import SCALE_BYTES
+from ...arrays.row_formats import SCALE_BYTES, RowFormat
 from ..codegen.builder import Variable
 from ..codegen.formats import FloatFormat, PackedFormat
 from ..codegen.math import FloatConstants
 from ..codegen.register_tile import INT16_PRODUCTS, RegisterTiles
 from ..codegen.values import BFLOAT, BYTE, INT16, INT32, INT64, Type, Value, vector
+from ..runtime.machine import Machine
 from .kernel_spec import KEY_BLOCK, SHUFFLE_BYTES
 
 if TYPE_CHECKING:
@@ -36,6 +37,18 @@ if TYPE_CHECKING:
 LARGEST_INT16 = 32767.0
 ROW_BYTES = 8  # the number of a row, INT64
 UNROLL = 4  # number of query rows, and number of keys, whose products are summed in registers together
+
+
+def find_pairs(dtype: str, rows: RowFormat | None, machine: Machine) -> Type | None:
+    """Return the kind of the pairs that products have for outputs of a dtype and these quantised rows, or None."""
+    has_products = dtype == "bfloat16" and machine.has_bf16_dot
+    if rows is None:
+        return BFLOAT if has_products else None
+    if "16" not in dtype or rows.width % (machine.vector_bytes // INT16.itemsize):
+        return None
+    if rows.dtype == "int8" and rows.num_groups == 1 and machine.vector_bytes in INT16_PRODUCTS:
+        return INT16
+    return BFLOAT if rows.dtype == "int4" and has_products else None
 
 
 class DecodeRows:
@@ -50,25 +63,15 @@ class DecodeRows:
     start: Value
     ahead: Value
 
-    def __init__(self, decode: Decode, name: str, format: FloatFormat | PackedFormat, width: int) -> None:
+    def __init__(self, decode: Decode, name: str, format: FloatFormat | PackedFormat) -> None:
         self.decode, self.format, self.lanes = decode, format, decode.lanes
-        self.tiles = RegisterTiles(decode.builder, decode.float, decode.machine, self.find_pairs(width))
+        rows = format.rows if isinstance(format, PackedFormat) else None
+        pairs = find_pairs(decode.spec.dtype, rows, decode.machine)
+        self.tiles = RegisterTiles(decode.builder, decode.float, decode.machine, pairs)
         self.row_stride: Value = getattr(decode.args, f"{name}_row_stride")
         if isinstance(format, PackedFormat):
             self.scale_bytes = SCALE_BYTES if format.has_row_scale else format.num_scales * self.tiles.itemsize
             self.scales = self.tiles.scratch(KEY_BLOCK * self.scale_bytes)
-
-    def find_pairs(self, width: int) -> Type | None:
-        """Return the kind of the pairs that products of rows have, or None."""
-        decode, format = self.decode, self.format
-        has_products = decode.spec.dtype == "bfloat16" and decode.machine.has_bf16_dot
-        if not isinstance(format, PackedFormat):
-            return BFLOAT if has_products else None
-        if decode.format.itemsize != 2 or width % (2 * self.lanes):
-            return None
-        if format.name == "int8" and format.has_row_scale and decode.machine.vector_bytes in INT16_PRODUCTS:
-            return INT16
-        return BFLOAT if format.name == "int4" and has_products else None
 
     def row(self, start: Value, key: Value) -> Value:
         """Return the address of a key's row in the tile whose first row is at `start`."""
