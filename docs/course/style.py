@@ -21,7 +21,7 @@ from sightline.view.palette import LIGHT, SERIES, SIGNED
 from sightline.view.styled_figure import STYLE, dark_colours
 
 BLUE, ORANGE, GREEN, PURPLE = SERIES[:4]
-INK, GREY, SHADES = LIGHT.ink, LIGHT.muted, LIGHT.weights[1:]
+INK, GREY = LIGHT.ink, LIGHT.muted
 WIDTH, DPI = 7.5, 160  # inches, and dots per inch
 
 SETTINGS = STYLE | {
