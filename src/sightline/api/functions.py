@@ -94,7 +94,7 @@ def attention(
     Returns
     -------
     output : (..., H, n, d_v), the dtype of the inputs
-        The output of a query without a visible key is 0. On CPUs the output has the order of query in memory. If query
+        The output of a query without an allowed key is 0. On CPUs the output has the order of query in memory. If query
         is a view of (B, n, H · d), for example, a reshape joins the output's heads to (B, n, H · d_v) without a copy.
     seen : tuple, or dict if `see` is a dict; only if `see` is given
         The result of each statistic of `see`: an array, or a named tuple of arrays.

@@ -72,9 +72,9 @@ def dot_product_attention(
     Returns
     -------
     output : (B, T, N, H_v) or (T, N, H_v), the dtype of query
-        0 for a query without visible keys. JAX returns the mean of the head's values for such a query.
+        0 for a query without allowed keys. JAX returns the mean of the head's values for such a query.
     lse : (B, T, N) or (T, N), the dtype of query, only with `return_residual`
-        The logarithm of the sum of exp(score) over the visible keys. −∞ for a query without visible keys.
+        The logarithm of the sum of exp(score) over the allowed keys. −∞ for a query without allowed keys.
 
     Raises
     ------

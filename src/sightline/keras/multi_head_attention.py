@@ -22,7 +22,7 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):  # type: ignore[misc]
 
     There are three differences from Keras's layer:
 
-    - For a query without visible keys the output is the output projection of 0, and its weights and gradients are 0.
+    - For a query without allowed keys the output is the output projection of 0, and its weights and gradients are 0.
       Keras projects the mean of all values, hidden ones included.
     - Hidden keys and values have no effect on output and gradients, even if they contain NaN or ∞.
     - `flash_attention` has no effect, since memory is O(n) in any case. Keras still refuses True with dropout.

@@ -104,7 +104,7 @@ class BackwardContext:
 class StatisticGradients:
     """The terms that the statistics' gradients add: `weights` to dP, `scores` to dS, `lse` to d_lse.
 
-    `weights` and `scores` are formulas of b, h, i, j and s, the final score. They are valid at visible pairs only. A
+    `weights` and `scores` are formulas of b, h, i, j and s, the final score. They are valid at allowed pairs only. A
     term is None if the statistics add nothing. `weights_sum` is Σⱼ P ∘ weights of every query, None if it is not known.
     """
 

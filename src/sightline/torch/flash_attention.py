@@ -71,8 +71,8 @@ def varlen_attn(
 
     Returns
     -------
-    output : (T_q, H, d); 0 for a query without visible keys
-    lse : (H, T_q) float32, if `return_aux.lse`; −∞ for a query without visible keys
+    output : (T_q, H, d); 0 for a query without allowed keys
+    lse : (H, T_q) float32, if `return_aux.lse`; −∞ for a query without allowed keys
 
     Raises
     ------
@@ -123,8 +123,8 @@ def flash_attn_func(
 
     Returns
     -------
-    output : (B, n, H, d); 0 for a query without visible keys
-    lse : (B, H, n) float32; −∞ for a query without visible keys
+    output : (B, n, H, d); 0 for a query without allowed keys
+    lse : (B, H, n) float32; −∞ for a query without allowed keys
 
     Examples
     --------

@@ -81,9 +81,9 @@ def flex_attention(
 
     Returns
     -------
-    output : (B, H, L, E_v), the dtype of query; 0 for a query without visible keys
+    output : (B, H, L, E_v), the dtype of query; 0 for a query without allowed keys
     lse : (B, H, L) float32, or float64 for float64
-        The natural logarithm of Σⱼ exp(scoreᵢⱼ); −∞ for a query without visible keys.
+        The natural logarithm of Σⱼ exp(scoreᵢⱼ); −∞ for a query without allowed keys.
     max_scores : the shape and dtype of lse
         The largest score of each query. As in torch, it has no gradient.
 

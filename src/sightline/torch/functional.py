@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    output : (..., H, L, E_v), the dtype of query; 0 for a query without visible keys
+    output : (..., H, L, E_v), the dtype of query; 0 for a query without allowed keys
 
     Raises
     ------

@@ -103,9 +103,9 @@ class ScaledDotProductAttention(nn.Module):
 
         Returns
         -------
-        output : (..., H, n, d_v), the dtype of query; 0 for a query without visible keys
+        output : (..., H, n, d_v), the dtype of query; 0 for a query without allowed keys
         weights : (..., H, n, m), the dtype of query
-            The weights before dropout: they sum to 1 over the keys, or are 0 for a query without visible keys. The
+            The weights before dropout: they sum to 1 over the keys, or are 0 for a query without allowed keys. The
             output is computed with the weights after dropout.
 
         Raises
@@ -212,7 +212,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
     Masks have the polarity of torch's layer: **True hides** a key, the opposite of `sightline.attention`. Float masks
     are logits, added to the scaled scores. There are three differences from torch's layer:
 
-    - For a query without visible keys the output is the output projection of 0; torch gives NaN.
+    - For a query without allowed keys the output is the output projection of 0; torch gives NaN.
     - The returned weights are the weights before dropout.
     - `is_causal` alone applies the mask i ≥ j. In torch `is_causal` is a hint that needs `attn_mask` too.
 
