@@ -61,8 +61,8 @@ class ForwardEntry(Entry):
                 seed = request.seed
                 if seed is None and self.framework.draw_seed is not None:
                     seed = self.framework.draw_seed()
-            addresses, tables, numbers = request.addresses, request.tables, request.numbers
-            status, results = self.prepared.run(addresses, tables, numbers, operands, request.sinks, seed=seed or 0)
+            inputs = request.addresses, request.tables, request.numbers, operands
+            status, results = self.prepared.run(*inputs, sinks=request.sinks, seed=seed or 0)
             if status is None or (status and self.statistics):
                 return None
             if not self.needs_lse and not self.statistics:
