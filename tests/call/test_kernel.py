@@ -63,6 +63,8 @@ def test_explain_counts_the_tiles_to_compute():
     assert explanation.dense_flops == 2 * 2 * 4 * 96 * 96 * 16
     assert explanation.flops == explanation.dense_flops * 3 // 4
     assert explanation.memory < explanation.dense_memory
+    dense = sightline.explain(X, X, X, mask=np.tril(np.ones((96, 96), bool)))
+    assert dense.memory - explanation.memory == 96 * 96  # the mask is read and counted
 
 
 def test_explain_prints_every_part():

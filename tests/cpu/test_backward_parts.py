@@ -41,7 +41,7 @@ def by_parts(problem, d_output, d_lse, _):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    for name, size in {"MAX_SUM_BYTES": 1, "MIN_PARTED_BYTES": 0, "MAX_KEYS": 24, "KEY_TILE": 16}.items():
+    for name, size in {"MAX_SUM_BYTES": 1, "MIN_DIVIDED_BYTES": 0, "MAX_KEYS": 24, "KEY_TILE": 16}.items():
         monkeypatch.setattr(backward, name, size)
 
 

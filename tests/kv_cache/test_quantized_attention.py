@@ -165,8 +165,6 @@ def test_a_later_reorder_shows_in_the_backward_pass(rng):
         output.sum().backward()
 
 
-# -- planted faults ----------------------------------------------------------------------------------------------------
-
 FAULTS = {
     "the scale of the wrong group": Fault(
         PackedFormat.load_columns,

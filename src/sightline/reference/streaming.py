@@ -411,7 +411,7 @@ def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
 
 
 def tangent(problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the tangents of output and lse, in O(n) memory. Here d marks a tangent, and `keep` the dropout factors.
+    """Return the tangents of output and lse, in O(n) memory. `d` marks a tangent, and `keep` are the dropout factors.
 
         ds = (dQ Kᵀ + Q dKᵀ) · scale        D = P ∘ (d score / d s · ds + the score's derivative along its tables)
         d_lse = rowsum(D)                     d_output = (D ∘ keep) V + (P ∘ keep) dV − d_lse ∘ output

@@ -12,7 +12,7 @@ the sums of a tile are at most
 If numbers round independently, the standard deviation of the first error is at most √d / 258 of that of the codes of K.
 
 If the processor multiplies pairs of bfloat16, codes of int4 look up their group's 16 numbers, rounded to bfloat16. So
-these rows have the errors of a cache of bfloat16, besides those of their codes.
+these rows have the rounding errors of a bfloat16 cache, in addition to those of their codes.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ from .forward import forward, make_results
 
 BACKWARD_SUMS = ("d_query", "d_key", "d_value")  # the sums that become the gradients of the operands
 MAX_SUM_BYTES = 64 << 20  # the largest size of the splits' sums in one part
-MIN_PARTED_BYTES = 2 * MAX_SUM_BYTES  # smaller sums are not divided
+MIN_DIVIDED_BYTES = 2 * MAX_SUM_BYTES  # a backward pass with smaller sums is not divided into parts
 MAX_KEYS = 1 << 16  # the most keys of a part
 KEY_TILE = 1024  # the keys of a tile in the search for the keys that a part sees
 
@@ -387,7 +387,7 @@ def needs_parts(problem: Problem, given: GivenGradients) -> bool:
     """
     if given.wanted_tables or given.statistics.formulas or problem.dtype != problem.accumulator:
         return False
-    return problem.n * _bytes_per_query(problem) > MIN_PARTED_BYTES
+    return problem.n * _bytes_per_query(problem) > MIN_DIVIDED_BYTES
 
 
 def backward_in_parts(problem: Problem, given: GivenGradients, processor: Processor) -> Gradients | None:

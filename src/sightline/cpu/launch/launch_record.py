@@ -72,7 +72,7 @@ class Buffer:
 
 
 class LaunchRecord:
-    """One record, and the buffer with the argument block of its kernel. One call uses it at a time.
+    """A record and its buffer, which holds the argument block of the kernel. Only one call at a time uses a record.
 
     call : the bound call
     sources : of each word that a call gives, an index of the values of the call, or `UNCHANGED`

@@ -66,7 +66,7 @@ def measure_rate(dtype: str, machine: Machine) -> float:
 
 
 def make_product_loop(dtype: str, machine: Machine) -> tuple[Module, int]:
-    """Return a loop of matrix products and the FLOPs of a step: dot products for bfloat16, else multiply-adds.
+    """Return (module of a loop, FLOPs of a step). The loop makes dot products for bfloat16, else multiply-adds.
 
     A chain is a vector c, and one step computes c + x · x. Each round makes STEPS_PER_ROUND steps of every chain.
     """
