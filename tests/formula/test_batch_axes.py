@@ -116,6 +116,14 @@ def test_a_formula_alone_takes_the_leading_axes_for_the_batch(rng):
     assert dense(whole).show(N, M, batch=5, head=1).cells(N, M).tolist() == whole[1, 2, 1].tolist()
 
 
+def test_no_array_is_taken_for_one_that_was_freed(arrays):
+    """Tables are known by their ids. A table that is freed during a call could give its id to the next one."""
+    mask = np.ones((2, 1, 1, N, M), bool)
+    for _ in range(60):
+        _, (mass,) = sightline.attention(*arrays, mask=mask, see=[sightline.mass(~mask)])
+        assert not mass.any()
+
+
 @pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("kernel", ["cpu", "streaming"])
 @pytest.mark.parametrize("leading", LEADING[:4])

@@ -243,7 +243,7 @@ def parse(query: Any, key: Any, value: Any, options: Options, warns: bool = True
     scale = specialize(options.scale)
     if getattr(scale, "requires_grad", False):
         formula, scale = validation.fold_scale(formula, scale, warns)
-    tables: dict[int, Table] = {}
+    tables: dict[int, Any] = {}
 
     def align(formula: Any) -> Any:
         """Return the formula with its mask or bias arrays broadcast to the batch axes; None for None."""

@@ -93,11 +93,11 @@ def _merge_leading_axes(array: Any) -> Table:
     return Table(merged, axes=("b", "h", "i", "j"), batch_axes=axes)
 
 
-def align_batch_axes(formula: Expression, batch_shape: tuple[int, ...], tables: dict[int, Table]) -> Expression:
+def align_batch_axes(formula: Expression, batch_shape: tuple[int, ...], tables: dict[int, Any]) -> Expression:
     """Return the formula with the leading axes of its dense arrays broadcast to the batch axes of a call.
 
-    `tables` maps the id of each table with leading axes to the table that replaces it, so that formulas which share a
-    table still share it.
+    `tables` maps the id of each table with leading axes to that table, which is so kept alive, and to the table that
+    replaces it. So formulas which share a table still share it.
 
     Raises
     ------
@@ -114,8 +114,8 @@ def align_batch_axes(formula: Expression, batch_shape: tuple[int, ...], tables: 
         index = _aligned_index(table, batch_shape)
         if id(table) not in tables:
             name = "b" if index is SYMBOLS["b"] else None
-            tables[id(table)] = Table(table.array, (name, "h", "i", "j"), table.batch_axes)
-        return intern(Lookup(tables[id(table)], (index, *indices[1:])))
+            tables[id(table)] = table, Table(table.array, (name, "h", "i", "j"), table.batch_axes)
+        return intern(Lookup(tables[id(table)][1], (index, *indices[1:])))
 
     return formula.rewrite(lookup=lookup)
 
