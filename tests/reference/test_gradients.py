@@ -107,6 +107,14 @@ def test_values_without_columns(kernel, rng):
         assert all(bool(gradients[k].any()) == bool(see) for k in (0, 1, 3))
 
 
+@pytest.mark.parametrize("kernel", [None, "streaming"])
+def test_sinks_of_no_heads(kernel, rng):
+    shapes = *[(1, 2, 4, 8)] * 3, (2,)
+    inputs = [torch.from_numpy(rng.normal(size=shape)).requires_grad_() for shape in shapes]
+    _, (none,) = attention(*inputs[:3], sinks=inputs[3], see=[sightline.entropy().heads([])], kernel=kernel)
+    assert not any(one.any() for one in torch.autograd.grad(none.sum(), inputs, materialize_grads=True))
+
+
 # -- the reference's own gradients -------------------------------------------------------------------------------------
 
 

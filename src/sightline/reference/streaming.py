@@ -381,7 +381,7 @@ class ScoreGradients:
         if self.sinks is not None:
             weights = self.ops.xp.astype(sink_weights(self.ops.problem.sinks, lse), self.ops.dtype)
             sums = self.ops.xp.sum(-weights * d_row, axis=-1)
-            self.sinks += self.ops.xp.sum(self.ops.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
+            self.sinks += self.ops.xp.sum(sums, axis=tuple(range(sums.ndim - 1)))
 
     def gradients(self) -> tuple[tuple[Any, ...], Any]:
         """Return (gradients of the problem's tables, gradient of the sinks).
