@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays.operations import FLOATS, JAX, check_float_dtype, device, dtype_name, framework, place, to_numpy
 from ..arrays.row_formats import QUANTIZED
-from ..arrays.unreadable import check_kind, is_array
+from ..arrays.unreadable import check_kind, check_memory, is_array
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 if TYPE_CHECKING:
@@ -129,13 +129,15 @@ def read_cache_dtype(dtype: Any) -> tuple[str, str] | None:
     raise DtypeError(given, f"{', '.join(map(repr, (*FLOATS, *QUANTIZED)))}, or a pair of the last three", cure)
 
 
-def check_can_quantize(dtype: Any, key: Any) -> None:
-    """Raise an error if the key is not in the processor's memory, or if llvmlite is missing."""
+def check_can_quantize(dtype: Any, key: Any, value: Any) -> None:
+    """Raise an error if key and value are not in the processor's memory, or if llvmlite is missing."""
     if device(key) != "cpu":
         given = f"KVCache(dtype={dtype!r}) and a key on {device(key)}"
         raise DeviceError(given, "arrays in the processor's memory", 'KVCache(dtype="bfloat16") on a GPU')
     if importlib.util.find_spec("llvmlite") is None:
         raise ParameterError(f"KVCache(dtype={dtype!r}) without llvmlite", "float dtypes", "pip install llvmlite")
+    check_memory("key", key)
+    check_memory("value", value)
 
 
 def check_query(query: Any, dtype: Any, is_quantized: bool) -> None:

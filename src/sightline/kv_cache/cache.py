@@ -274,7 +274,7 @@ class KVCache(StoredRows):
         if storage is None or self._ndim < 4 or not storage.fits(key, value):
             check_append(key, value, storage, self._ndim, self._casts_inputs)
             if self._quantized is not None:
-                check_can_quantize(self._dtype, key)
+                check_can_quantize(self._dtype, key, value)
         if padding not in ("right", "left"):
             given = f"padding={padding!r}"
             raise ParameterError(given, '"right" or "left"', 'padding="left" if padding precedes the tokens')
