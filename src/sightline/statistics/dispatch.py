@@ -21,28 +21,12 @@ def is_in_weights_pass(statistic: Statistic) -> bool:
 
 
 def cache_key_of(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
-    """Return (classes and parameters of the statistics, `Statistic.computed` of each); None if one is never cached.
-
-    Statistics with equal classes and parameters differ in their formulas alone.
-    """
+    """Return (`cache_key` of the statistics, `Statistic.computed` of each); None if one is never cached."""
     if type(see) not in (list, tuple):
         return None
-    key: list[Any] = []
-    computed = []
-    for statistic in see:
-        statistic = getattr(statistic, "computed", statistic)
-        kind = type(statistic)
-        computed.append(statistic)
-        key.append(kind)
-        parameters = [getattr(statistic, name) for name in getattr(kind, "__match_args__", ())]
-        if kind is Reduction:
-            if not isinstance(statistic.formula, Expression):
-                return None
-            parameters[0] = statistic.is_plain, statistic.fused_role
-        elif not (isinstance(statistic, Statistic) and (statistic.fused_role or is_in_weights_pass(statistic))):
-            return None
-        key += parameters
-    return tuple(key), tuple(computed)
+    computed: tuple[Any, ...] = tuple([getattr(one, "computed", None) for one in see])
+    keys = tuple([getattr(one, "cache_key", None) for one in computed])
+    return None if None in keys else (keys, computed)
 
 
 class FusedStatistics:

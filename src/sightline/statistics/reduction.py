@@ -146,6 +146,11 @@ class Reduction(Statistic):
         return f"{self.name}({self.formula}, over={format_axes(axes)}{cells})"
 
     # -- properties ---------------------------------------------------------------------------------------------------
+    @cached_property
+    def cache_key(self) -> tuple[Any, ...] | None:
+        of_formula = self.is_plain, self.fused_role  # what kernels depend on, besides the formula's structure
+        return (Reduction, of_formula, *self.parameters[1:]) if isinstance(self.formula, Expression) else None
+
     @property
     def is_extremum(self) -> bool:
         return self.how in ("max", "min")

@@ -229,14 +229,23 @@ class Statistic:
         return StatisticGradients()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters in the order of the constructor."""
+        return [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
+
+    @cached_property
+    def cache_key(self) -> tuple[Any, ...] | None:
+        """The class and the parameters without the formula, for the key of a cached call; None if never cached."""
+        return (type(self), *self.parameters) if self.fused_role or self.k else None  # k is that of `top_k`
+
     def map_formulas(self, change: Callable[[Any], Any]) -> Self:
         """Return the statistic with `change` applied to its formula; the statistic itself if it has no formula."""
         return self
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
         """Return name and parameters as tokens, which `deserialize` reads. No token has a line break or a "|"."""
-        own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        return [self.name, *[literal_text(value) for value in own]]
+        return [self.name, *map(literal_text, self.parameters)]
 
     def _refuse_arithmetic(self, *_: Any, **__: Any) -> Any:
         raise ParameterError(f"arithmetic with {self!r}", "a request, without numbers", "compute with its results")
