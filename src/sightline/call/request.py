@@ -7,7 +7,8 @@ are shapes, strides and dtypes. The structure is the formulas without their numb
 never has contents of arrays, so new tables at each call are as fast as the same ones. In these cases a call has no
 request, and goes through the full dispatch: all checks, the choice of a kernel, and its planning.
 
-- The call needs statistics that no kernel computes, selections of statistics, or means of matrices.
+- The call needs statistics that no kernel computes, means of matrices, or statistics with their own problem, such as
+  selections. Each of these problems is then a call with a request.
 - The scale is an array.
 - The type of an array is not exactly NumPy's ndarray, or torch's Tensor or Parameter.
 - torch traces or transforms the call, or a mode of torch is active; `arrays.layouts` has the full list.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple, TypeVar
 
+from ..arrays.caching import store_entry
 from ..arrays.layouts import BOOLEANS, FRAMEWORKS, without_key_length
 from ..formula import from_function, library
 from ..formula.expression import Expression
@@ -100,7 +102,9 @@ class Request(NamedTuple):
         return mask, score, *formulas_of(self.see)
 
 
-_plain_requests: dict[Any, Request] = {}  # calls without formulas, sinks and options, by `machine_setting`
+# requests without statistics, sinks and options, by (mask, score, `machine_setting`); their formulas read no table
+_plain_requests: dict[Any, Request] = {}
+MAX_PLAIN_REQUESTS = 256
 
 
 def make_tuple(kind: type[Named], *members: Any) -> Named:
@@ -113,21 +117,24 @@ def describe(query: Any, options: Options) -> Request | None:
     framework = FRAMEWORKS.get(type(query))
     if framework is None:
         return None
-    key: tuple[Any, ...]  # of the options
     mask, score, see, scale, sinks, dropout, seed, kernel, threads, _, row_formats, _ = options
-    setting, has_formulas = machine_setting(), not (mask is None and score is None and sinks is None)
+    setting = machine_setting()
     statistics: tuple[Statistic, ...] = ()
     has_options = not (
         scale is seed is kernel is threads is row_formats is None and type(dropout) is float and dropout == 0
     )
+    key: tuple[Any, ...] = None, 0.0, None, None, setting, None, None  # of the options
     if see is None and not has_options:
-        if not has_formulas:
-            request = _plain_requests.get(setting)
+        are_formulas = (mask is None or isinstance(mask, Expression)) and (
+            score is None or isinstance(score, Expression)
+        )
+        if are_formulas and sinks is None:
+            request = _plain_requests.get((mask, score, setting))
             if request is None:
-                structure = CallStructure((None, 0.0, None, None, setting, None, None), (False, False), False, (), None)
-                request = _plain_requests[setting] = Request(structure)
+                request = _describe_formulas(key, mask, score, (), None, None)
+                if request is not None and not request.tables:
+                    store_entry(_plain_requests, (mask, score, setting), request, MAX_PLAIN_REQUESTS)
             return request
-        key = None, 0.0, None, None, setting, None, None
     else:
         described = (None, ()) if see is None else cache_key_of(see)
         draws_seed = framework.draw_seed is not None
@@ -135,7 +142,7 @@ def describe(query: Any, options: Options) -> Request | None:
             return None
         statistics_key, statistics = described
         key = scale, dropout, kernel, threads, setting, statistics_key, row_formats
-        if not has_formulas and not (statistics_key and formulas_of(statistics)):
+        if mask is None and score is None and sinks is None and not formulas_of(statistics):
             structure = make_tuple(CallStructure, key, (False, False), False, (), None)
             return make_tuple(Request, structure, None, None, statistics, (), (), None, seed, b"", ())
     return _describe_formulas(key, mask, score, statistics, sinks, seed)
