@@ -1,6 +1,7 @@
 """Statistics of cached calls, and their gradients."""
 
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 import sightline
 from cached_calls import record_hits, uncached
 from sample_calls import all_bits, arrays, bits, decoding_arrays, tensors
-from sightline import i, j, p, s, table
+from sightline import h, i, j, p, s, table
 from sightline.call import call_cache
 from sightline.reference.testing import assert_within_budget
 
@@ -22,10 +23,7 @@ SEE = {
     "entropy after top_k": ([sightline.top_k(2), sightline.entropy()], lambda seen: seen[1]),
     "pooled": ([sightline.max_score(), sightline.pooled(2, 3), sightline.lse()], lambda seen: seen[1]),
     "sum": ([sightline.sum(p * abs(i - j), over=j), sightline.sum(p * s, over=j)], lambda seen: seen[1]),
-    "formulas": (
-        [sightline.sum(p * p, over=i), sightline.entropy(), sightline.sum(p**3, over=j)],
-        lambda seen: seen[2],
-    ),
+    "cubes": ([sightline.sum(p * p, over=i), sightline.entropy(), sightline.sum(p**3, over=j)], lambda seen: seen[2]),
     "mass": ([sightline.entropy(), sightline.mass(j < 3), sightline.mass(i > j)], lambda seen: seen[2]),
 }
 
@@ -46,22 +44,29 @@ def test_gradients_of_statistics_in_any_order(rng, name, monkeypatch):
     assert len(found) == 2
 
 
-@pytest.mark.parametrize(
-    "see",
-    [
-        *(
-            [sightline.scores()],
-            [sightline.weights().mean("heads")],
-            [sightline.top_k(300)],
-            [sightline.lse().rows([1])],
-        ),
-        [sightline.mass(np.eye(9, 400) > 0)],
-    ],
-)
-def test_statistics_that_no_bound_call_computes(rng, see):
+@pytest.mark.parametrize("one", [sightline.scores(), sightline.weights().mean("heads"), sightline.top_k(300)])
+def test_statistics_that_no_bound_call_computes(rng, one):
     given = arrays(rng, ((1, 2, 9, 8), (1, 2, 400, 8), (1, 2, 400, 8)))
-    expected = all_bits(uncached(given, see=see))
-    assert all_bits(sightline.attention(*given, see=see)) == expected
+    for see in ([one], [sightline.mass(np.eye(9, 400) > 0), one]):
+        expected = all_bits(uncached(given, see=see))
+        assert all_bits(sightline.attention(*given, see=see)) == expected
+
+
+@pytest.mark.parametrize("draw", [arrays, partial(tensors, requires_grad=True)])
+def test_selections_are_cached_calls(rng, draw, monkeypatch):
+    """Each selection is a call, and one more call has the output and the other statistics."""
+    given, received, (bias, x, _) = draw(rng), sightline.received(), draw(rng)
+    see = [received.heads([1, 0]), sightline.entropy(), received.rows([-1]), sightline.weights().heads([0]).rows([2])]
+    options = {"see": [*see, sightline.weighted_sum(x)], "mask": i >= j, "score": s + table(bias)[0, h, i, j % 8]}
+
+    def read(answer):
+        loss = sum([(one * one).sum() for one in answer[1]], answer[0].sum())
+        gradients = [] if draw is arrays else torch.autograd.grad(loss, [*given, bias, x])
+        return all_bits(answer), [bits(gradient) for gradient in gradients]
+
+    found = record_hits(monkeypatch)
+    first, *others = [read(sightline.attention(*given, **options)) for _ in range(3)]
+    assert (others, len(found)) == ([first, first], 10)
 
 
 def test_a_growing_cache_has_more_cells_at_each_step(rng):

@@ -378,6 +378,8 @@ def test_arrays_without_heads_give_results_without_heads(long_problem):
     see = [
         *(one for one in every_statistic(700) if one.name != "selection" and "weights=" not in repr(one)),
         sightline.weights().rows([1]),
+        sightline.weights().rows([1, 2]).mean("batch"),
+        sightline.weights().rows([1]).mean("heads"),
         sightline.entropy().mean("batch"),
     ]
     with_heads = [x[:, :1] for x in (query, key, value)]
@@ -387,6 +389,12 @@ def test_arrays_without_heads_give_results_without_heads(long_problem):
         axis = statistic.head_axis(1)
         for x, y in zip(arrays_of(one), arrays_of(other), strict=True):
             assert np.array_equal(x if axis is None else np.squeeze(x, axis), y), statistic
+    for kernel in ("streaming", "cpu"):
+        _, first = sightline.attention(*(x[:1, 0] for x in with_heads), see=see, kernel=kernel)
+        _, alone = sightline.attention(*(x[0, 0] for x in with_heads), see=see, kernel=kernel)
+        for statistic, one, other in zip(see, first, alone, strict=True):
+            for x, y in zip(arrays_of(one), arrays_of(other), strict=True):
+                assert np.array_equal(x if "batch" in repr(statistic) else x[0], y), statistic
 
 
 def test_a_cache_replaces_key_and_value(long_problem):
@@ -538,12 +546,7 @@ ERRORS = {
         "insist=True",
     ),
     "a limit that is none": (lambda: sightline.scores(limit=-1), ParameterError, "scores(limit=-1)", "bytes"),
-    "a row beyond": (
-        lambda: attend(sightline.weights().rows([4])),
-        ParameterError,
-        "rows([4]) of 4",
-        "indices -4 to 3",
-    ),
+    "row beyond": (lambda: attend(sightline.weights().rows([4])), ParameterError, "rows([4]) of 4", "indices -4 to 3"),
     "a head beyond": (lambda: attend(sightline.weights().heads([-3])), ParameterError, "heads([-3]) of 2", "omit -3"),
     "one number for rows": (lambda: sightline.weights().rows(3), ParameterError, "rows(3)", "rows([0, -1])"),
     "rows twice": (lambda: sightline.weights().rows([0]).rows([0]), ParameterError, "rows selected once"),
@@ -596,12 +599,8 @@ ERRORS = {
     "a mean of places": (lambda: sightline.top_k(2).mean("heads"), ParameterError, "which finds positions"),
     "a list of rows": (lambda: sightline.weighted_sum([1.0]), DtypeError, "weighted_sum(x) is a list", "numpy.asarray"),
     "rows of integers": (lambda: sightline.weighted_sum(np.ones((4, 1), int)), DtypeError, "dtype int64", "cast"),
-    "rows for other keys": (
-        lambda: attend(sightline.weighted_sum(X[0, 0, :3])),
-        ShapeError,
-        "(3, 3)",
-        "m = 4 keys, G = 2 key heads",
-    ),
+    "rows for others": (lambda: attend(sightline.weighted_sum(X[0, 0, :3])), ShapeError, "m = 4 keys, G = 2 key heads"),
+    "a small table": (lambda: attend(sightline.sum(p * table([1.0])[i], over=j).rows([0])), TableError, "from 0 to 3"),
 }
 
 

@@ -15,7 +15,7 @@ from ..arrays.unreadable import is_array
 from ..call import call_cache
 from ..call.explanation import Explanation
 from ..call.foreign_arguments import refuse_arguments
-from ..call.kernel import choose
+from ..call.kernel import Result, choose
 from ..call.problem import Options, Problem, parse, validate
 from ..call.request import Request, describe
 from ..call.validation import AxisOrder, fold_scale, read_score, split_names, to_heads_first
@@ -24,7 +24,7 @@ from ..formula.from_function import refuse_draws
 from ..formula.library import bias
 from ..kv_cache import KVCache, as_arrays, unpack_cache
 from ..kv_cache.query_positions import name_queries, read_functions
-from ..statistics import Statistic, Tile, average_results, scores
+from ..statistics import Statistic, Tile, average_results, scores, solve_selections_separately
 from ..statistics.dispatch import formulas_of
 from ..statistics.restriction import restrict
 from .kernels import KERNELS, solve, to_caller
@@ -196,6 +196,10 @@ def _dispatch(query: Any, key: Any, value: Any, options: Options, request: Reque
     if request is None and hasattr(options.score, "dtype"):
         options = options.replace(score=bias(options.score))
     library, is_eager = arrays.framework(query), not arrays.is_compiling()
+    see = options.see if is_eager and isinstance(options.see, list | tuple) else ()
+    is_separate = any(isinstance(one, Statistic) and one.computed.has_own_problem for one in see)
+    if is_separate and query.ndim > 2 and call_cache.LOOKUP.read_arrays(query) and arrays.device(query) == "cpu":
+        return _dispatch_separately(query, key, value, options)
     if library is arrays.TORCH:
         is_first = is_eager and "sightline.torch.dispatch" not in sys.modules
         from ..torch import dispatch  # an import statement, because torch.compile can trace it
@@ -221,6 +225,20 @@ def _dispatch(query: Any, key: Any, value: Any, options: Options, request: Reque
             call_cache.FirstCall(request, formulas, (query, key, value), problem, result).store()
     output, seen = answer
     return output if options.see is None else (output, seen)
+
+
+def _dispatch_separately(query: Any, key: Any, value: Any, options: Options) -> Any:
+    """Do what `attend` does by a cached call for each statistic with its own problem, and a call for all else."""
+    seed = 0 if options.seed is None else options.seed
+    problem = validate(parse(query, *unpack_cache(query, key, value, options.replace(seed=seed)), warns=False))
+
+    def run(part: Problem) -> Result:
+        read, seed = (part.mask, part.score, part.see, part.scale, part.sinks), options.seed if part.dropout else None
+        own = Options(*read, part.dropout, seed, part.kernel, part.threads, row_formats=part.row_formats)
+        output, seen = _attend_to_arrays(part.query, part.key, part.value, own)
+        return Result(output, None, seen)
+
+    return to_caller(problem, solve_selections_separately(problem, run), options.see)
 
 
 def explain(

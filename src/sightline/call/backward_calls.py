@@ -136,7 +136,7 @@ class BackwardPasses:
 
         If the call cannot be repeated, `formulas` is empty.
         """
-        origins = [id(table) for table in structure_of(*formulas).tables]
+        origins = [table.origin for table in structure_of(*formulas).tables]
         places = [origins.index(problem.tables[slot].origin) for slot in slots] if formulas else []
         sinks = None if problem.sinks is None else ()
         options = replace(problem, query=None, key=None, value=None, mask=None, score=None, sinks=sinks, see=())

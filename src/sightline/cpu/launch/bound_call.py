@@ -141,7 +141,7 @@ class BoundCall:
         structure : the part of the structure of the caller's formulas that the kernel reads; see `Structure.first`
         operands, results, makers, num_keys, can_be_direct : see `PreparedCall`
         """
-        origins = [id(table) for table in structure.tables]
+        origins = [table.origin for table in structure.tables]
         if not set(self.table_origins) <= set(origins) or self.numbers != structure.numbers:
             return None
         if len(self.numbers) > MAX_NUMBERS or len(results) + self.num_outputs > MAX_RESULTS:
