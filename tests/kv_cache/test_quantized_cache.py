@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sightline
 from filled_caches import PAIR, assert_attends, assert_stores, filled_cache, quantized, random_arrays
 from sightline import KVCache, i, j
 from sightline.arrays.operations import to_numpy
 from sightline.arrays.row_formats import QUANTIZED, RowFormat
+from sightline.call import call_cache
+from sightline.cpu.kernels import quantize
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, ParameterError, ShapeError
 from strategies import DTYPES, to_torch
 
@@ -247,7 +250,11 @@ def test_the_last_positions(rng):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_decoding_loop(rng, kind):
+def test_a_decoding_loop(rng, kind, monkeypatch):
+    """An append is bound once for each capacity: 1, 2, 4, ... and 256 rows."""
+    call_cache.clear()
+    bound, make_function = [], quantize.KERNEL_FUNCTION
+    monkeypatch.setattr(quantize, "KERNEL_FUNCTION", lambda address: bound.append(1) or make_function(address))
     query, key, value = random_arrays(rng, kind=kind)
     cache, outputs = KVCache(dtype="int8"), []
     for t in range(150):
@@ -255,6 +262,7 @@ def test_a_decoding_loop(rng, kind):
         cache.append(key[:, :, rows], value[:, :, rows])
         outputs.append(to_numpy(sightline.attention(query[:, :, rows], cache, mask=sightline.causal())))
     assert_attends(np.concatenate(outputs, 2), query, *cache.dequantized(), mask=i >= j)
+    assert len(bound) == 9
 
 
 @pytest.mark.parametrize("axes", [2, 3])
@@ -371,6 +379,8 @@ def test_transforms_of_torch_are_refused(rng):
         torch.func.vmap(lambda q: sightline.attention(q[None], cache))(query)
     with pytest.raises(KernelRefusedError, match="kernel='triton'"):
         sightline.attention(query, cache, kernel="triton")
+    with FakeTensorMode(), pytest.raises(DtypeError, match="has no memory, because it is a FakeTensor"):
+        cache.append(torch.ones(2, 2, 1, 64), torch.ones(2, 2, 1, 64))
 
 
 def test_explain_names_what_is_stored(rng):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 Operands = tuple[Any, Any, Any]  # query, key and value
 MAX_CACHED_CALLS = 256  # a call that was used is moved to the end, so the least recently used is dropped
 
-calls: OrderedDict[Any, Any] = OrderedDict()  # the calls that were met, by key; the least recently used is the first
+calls: OrderedDict[Any, Any] = OrderedDict()  # calls and appends by key; the least recently used is the first
 families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
 
 

@@ -151,12 +151,12 @@ class Storage:
                     _write(array, numbers, rows)
             return
         if isinstance(rows, int):
-            rows = np.tile(np.arange(rows, rows + key.shape[2]), (len(key), 1))
+            rows = np.arange(rows, rows + key.shape[2])[None].repeat(key.shape[0], 0)
         from ..cpu.kernels.quantize import quantize  # loads llvmlite
 
         self.squares = self.squares + quantize((key, value), self._arrays, rows, self.row_formats)  # not in place
-        for array in self._arrays:  # no entry changes, but torch counts a write: it does not see that of generated code
-            array[:0] = 0
+        for array in self._arrays:
+            framework(array).count_write(array)
 
     def move_rows(self, sources: Any, targets: Any) -> None:
         """Copy row sources[b, r] to row targets[b, r] of sequence b, unless the target is −1."""

@@ -12,16 +12,20 @@ Scale and offset are rounded to their storage type first. Codes are rounded to t
 
 from __future__ import annotations
 
+import itertools
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ...arrays.operations import address_of, detach, dtype_name, strides_of
 from ...arrays.row_formats import LARGEST_CODE, RowFormat
+from ...call import call_cache
+from ...call.request import machine_setting
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Module, Variable
 from ..codegen.formats import PackedFormat, format_of
@@ -33,13 +37,14 @@ from .kernel_spec import round_up
 
 QUANTIZE_KERNEL = "sightline_quantize"
 ROUNDING_CONSTANT = 1.5 * 2.0**23  # x + this number has the whole number nearest to x in its low bits
-WORDS = {"": POINTER} | dict.fromkeys(("_batch_stride", "_head_stride", "_row_stride", "_column_stride"), INT64)
 ARRAYS = ("key_source", "value_source", "key_target", "value_target")  # (B, G, t, d), (B, G, capacity, bytes of a row)
+STRIDES = ("_batch_stride", "_head_stride", "_row_stride", "_column_stride")  # in bytes
 QUANTIZE_FIELDS: dict[str, Any] = {
-    **{array + word: kind for array in ARRAYS for word, kind in WORDS.items()},  # strides are in bytes
+    **dict.fromkeys(ARRAYS, POINTER),
     "target_rows": POINTER,  # (B, t) int64: the row of the target; −1 for padding
-    **dict.fromkeys(("B", "G", "t"), INT64),
     "sums": POINTER,  # (2, 2) float64, the result of `quantize`
+    **{array + stride: INT64 for array in ARRAYS for stride in STRIDES},
+    **dict.fromkeys(("B", "G", "t"), INT64),
 }
 
 
@@ -59,7 +64,7 @@ class Quantize:
         self.spec, self.row_format = spec, spec.row_format
         self.builder = builder = args.sums.builder
         self.source, self.target = (
-            [getattr(args, f"{name}_{array}{word}") for word in WORDS] for array in ("source", "target")
+            [getattr(args, f"{name}_{array}{word}") for word in ("", *STRIDES)] for array in ("source", "target")
         )
         self.source_format = format_of(spec.dtype, machine)
         self.packed = PackedFormat(spec.row_format, machine)
@@ -68,12 +73,6 @@ class Quantize:
         self.stop = round_up(round_up(self.row_format.width, filled), self.lanes)
         self.numbers = builder.scratch(FLOAT, self.stop)  # a source row, widened
         self.errors, self.squares = (Variable(builder, DOUBLE, 0.0) for _ in range(2))
-
-    def quantize_row(self, b: Value, g: Value, r: Value, position: Value) -> None:
-        """Write row r of the source of batch b and head g to row `position` of the target."""
-        (source, *steps), (target, *target_steps) = self.source, self.target
-        self.load_row(source.at(b * steps[0] + g * steps[1] + r * steps[2]))
-        self.write_row(target.at(b * target_steps[0] + g * target_steps[1] + position * target_steps[2]))
 
     def load_row(self, source: Value) -> None:
         """Copy a row of the source, widened to float32. Copies of its last number fill the rest of `numbers`."""
@@ -169,7 +168,10 @@ def write_quantize(specs: Sequence[QuantizeSpec], machine: Machine) -> Module:
         position = args.target_rows.at((b * args.t + r) * 8).load(INT64)
         with builder.if_then(position >= 0), builder.loop(0, args.G) as g:
             for part in parts:
-                part.quantize_row(b, g, r, position)
+                sides = (part.source, r), (part.target, position)
+                source, target = (at.at(b * steps[0] + g * steps[1] + row * steps[2]) for (at, *steps), row in sides)
+                part.load_row(source)
+                part.write_row(target)
     for k, part in enumerate(parts):
         args.sums.at(16 * k).store(part.errors.get())
         args.sums.at(16 * k + 8).store(part.squares.get())
@@ -186,18 +188,21 @@ def quantize(arrays: Sequence[Any], storages: Sequence[Any], rows: Any, formats:
     storages : those of keys and values, (B, G, capacity, bytes of a row) uint8
     rows : (B, t) int64
     """
-    own = [detach(array) for array in (*arrays, *storages)]
-    rows, sums, strides = np.ascontiguousarray(rows, np.int64), np.empty((2, 2)), [strides_of(array) for array in own]
-    are_contiguous = tuple([own[k].itemsize == strides[k][-1] for k in range(2)])
-    specs, key = _make_specs(formats, dtype_name(own[0]), are_contiguous)
-    address = HOST.kernel(key, QUANTIZE_KERNEL, lambda: write_quantize(specs, HOST.machine))
-    words = [word for array, steps in zip(own, strides, strict=True) for word in (address_of(array), *steps)]
-    packed = np.array([*words, address_of(rows), *own[0].shape[:3], address_of(sums)], np.int64)  # `QUANTIZE_FIELDS`
-    KERNEL_FUNCTION(address)(address_of(packed))
+    sums, structure = np.empty((2, 2)), (formats, machine_setting())
+    own = [*arrays, *storages, np.ascontiguousarray(rows, np.int64), sums]
+    found = call_cache.LOOKUP.find_or_run(call_cache.calls, structure, (), *own)
+    call, addresses = (None, ()) if found is None else (found[0], found[3:])
+    if call is None:
+        own = [detach(array) for array in own]
+        addresses, strides = tuple(map(address_of, own)), [strides_of(array) for array in own[:4]]
+        specs = [QuantizeSpec(x, dtype_name(own[0]), own[0].itemsize == strides[k][-1]) for k, x in enumerate(formats)]
+        address = HOST.kernel(repr(specs), QUANTIZE_KERNEL, lambda: write_quantize(specs, HOST.machine))
+        words = [*itertools.chain(*strides), *own[0].shape[:3]]
+        # `address` keeps the code alive, and generated code reads `prepared`
+        call = SimpleNamespace(prepared=None, words=words, function=KERNEL_FUNCTION(address), address=address)
+        if found is not None:
+            call_cache.store_call(call_cache.calls, (found[2], structure), call)
+    else:
+        call_cache.mark_as_used(call_cache.calls, (found[2], structure))
+    call.function(struct.pack(f"{len(QUANTIZE_FIELDS)}q", *addresses, *call.words))
     return sums
-
-
-@cache
-def _make_specs(formats: Any, dtype: str, are_contiguous: tuple[bool, ...]) -> tuple[list[QuantizeSpec], str]:
-    specs = [QuantizeSpec(row_format, dtype, unit) for row_format, unit in zip(formats, are_contiguous, strict=True)]
-    return specs, repr(specs)
