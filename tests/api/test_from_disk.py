@@ -164,9 +164,7 @@ def test_only_queries_that_see_a_block_are_computed():
 # -- arguments ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [(1000, 1000), ("2 GB", 2 * 10**9), ("1.5 kiB", 1536), ("7B", 7), ("3TB", 3 * 10**12)]
-)
+@pytest.mark.parametrize(("text", "size"), [(1000, 1000), ("2 GB", 2e9), ("1.5 kiB", 1536), ("7B", 7), ("3TB", 3e12)])
 def test_limits_are_read(text, size):
     assert from_disk._parse_bytes(text) == size
 

@@ -59,10 +59,13 @@ def draw(layout, dtype=np.float32):
 @pytest.mark.parametrize("machine", RUNNABLE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("formula", FORMULAS)
-def test_outputs(formula, layout, machine, monkeypatch):
+def test_outputs_and_gradients(formula, layout, machine, monkeypatch):
     monkeypatch.setenv(CPU_VARIABLE, machine)
     for dtype in (np.float32, np.float16):
         assert_conforms(Cpu().run, make_problem(*draw(layout, dtype), **FORMULAS[formula]))
+    monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # one split, of which a block needs some tiles
+    case = Case(*draw(layout), FORMULAS[formula])
+    check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))
 
 
 @pytest.mark.parametrize("machine", RUNNABLE)
@@ -75,17 +78,6 @@ def test_statistics_beside_integers_of_64_bits(machine, monkeypatch):
     problem = make_problem(*draw("contiguous"), mask=j > 0, score=s + table(numbers)[j], see=see)
     assert_conforms(Cpu().run, problem)
     check_statistics(Cpu().run, problem)
-
-
-@pytest.mark.sampled(one_in=29)
-@pytest.mark.parametrize("machine", RUNNABLE)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_gradients(formula, layout, machine, monkeypatch):
-    monkeypatch.setenv(CPU_VARIABLE, machine)
-    monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # one split, of which a block needs some tiles
-    case = Case(*draw(layout), FORMULAS[formula])
-    check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))
 
 
 @pytest.mark.parametrize("layout", ["view", "fused"])

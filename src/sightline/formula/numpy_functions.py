@@ -209,11 +209,6 @@ def read_kind(dtype: Any) -> Kind:
     )
 
 
-def _is_dtype(value: Any) -> bool:
-    """True for a dtype of torch or NumPy, a Python type or a dtype's name; False for a device."""
-    return type(value).__name__.lower().endswith("dtype") or isinstance(value, type) or str(value) in KINDS
-
-
 def _to(input: Any, *arguments: Any, dtype: Any = None, **options: Any) -> Expression:
     """Return `input.to(dtype)`, `input.to(device, dtype)` or `input.to(other)`; devices and options do nothing."""
     unknown = set(options) - {"device", "other", "copy", "non_blocking", "memory_format"}
@@ -222,7 +217,8 @@ def _to(input: Any, *arguments: Any, dtype: Any = None, **options: Any) -> Expre
     for argument in (*arguments, options.get("other")):
         if isinstance(argument, Expression):
             return cast(input, argument.kind)
-        if _is_dtype(argument):
+        is_dtype = type(argument).__name__.lower().endswith("dtype")  # of torch or NumPy
+        if is_dtype or isinstance(argument, type) or str(argument) in KINDS:
             dtype = argument
         elif hasattr(argument, "dtype"):
             dtype = argument.dtype

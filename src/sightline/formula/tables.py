@@ -177,7 +177,7 @@ class Table:
     def __getitem__(self, indices: Any) -> Expression:
         """Return a formula that reads the entry at the indices, or a `Row` for fewer indices than axes."""
         indices = indices if isinstance(indices, tuple) else (indices,)
-        if indices and _is_whole_axis(indices[-1]):
+        if indices and (indices[-1] is Ellipsis or (isinstance(indices[-1], slice) and indices[-1] == slice(None))):
             indices = indices[:-1]
         if len(indices) > self.ndim or any(map(_is_axis_index, indices)):
             raise index_error(self, indices, "slice an array before the call")
@@ -261,10 +261,6 @@ class Table:
 def _is_axis_index(index: Any) -> bool:
     """True for None, `...` or a slice, which do not select one entry of an axis."""
     return index is None or index is Ellipsis or isinstance(index, slice)
-
-
-def _is_whole_axis(index: Any) -> bool:
-    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
 def index_error(table: Table, indices: tuple[Any, ...], cure: str) -> FormulaError:

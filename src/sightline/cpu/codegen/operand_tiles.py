@@ -18,7 +18,7 @@ from typing import Any
 from .builder import CACHE_LINE_BYTES, Variable
 from .formats import FloatFormat, PackedFormat
 from .register_tile import RegisterTiles
-from .values import BOOL, INT16, INT32, INT64, Value, vector
+from .values import INT16, INT32, INT64, Value, vector
 
 
 class OperandTile:
@@ -79,7 +79,10 @@ class OperandTile:
             self.rows, self.column_step = scratch, self.tiles.itemsize
             self.row_step = self.builder.value(self.row_bytes, INT64)
         elif scratch is not None:
-            self.copies = copies = serves_many & self.is_far()
+            self.copies = copies = serves_many  # of rows whose numbers are not adjacent, or that lie far apart
+            if self.has_unit_stride:
+                far = 2 * self.row_bytes
+                self.copies = copies = serves_many & ((self.row_stride >= far) | (self.row_stride <= -far))
             with self.builder.if_then(copies):
                 self.copy_rows(scratch)
             self.rows = where(copies, scratch, self.block)
@@ -92,12 +95,6 @@ class OperandTile:
                 target = self.column_scratch.at(r * (self.pair_row_bytes // 2))
                 has_second, strides = r + 1 < count, (self.row_stride, self.element_stride)
                 interleave_rows(self.tiles, source, target, self.width, *strides, has_second)
-
-    def is_far(self) -> Value:
-        """True if rows are at least twice their length apart, or the numbers of a row are not adjacent."""
-        if not self.has_unit_stride:
-            return self.builder.value(True, BOOL)
-        return (self.row_stride >= 2 * self.row_bytes) | (self.row_stride <= -2 * self.row_bytes)
 
     def prefetch_next(self, part: Value, parts: Value) -> None:
         """If this tile was copied, prefetch part number `part` (of `parts`) of the rows of the next tile.

@@ -226,10 +226,6 @@ class Value:
         """Return a scalar condition: true if this condition is true in at least one lane."""
         return self.bitcast(integer(self.type.lanes)) != 0
 
-    def trailing_zeros(self) -> Value:
-        """Return the index of the lowest set bit of a nonzero integer."""
-        return self.builder.call(f"llvm.cttz.{self.type}", self.type, self, self.builder.value(1, BOOL))
-
     def sum(self) -> Value:
         return self.reduce(lambda x, y: x + y)
 

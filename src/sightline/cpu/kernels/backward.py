@@ -95,22 +95,28 @@ class Backward(SharedTiles, RecomputedWeights):
             with builder.loop(0, blocks, self.max_blocks) as first:
                 self.select_blocks(first, builder.minimum(blocks - first, self.max_blocks))
                 self.process_query_blocks()
-            self.flag_nonfinite_key_gradients()
+            for rows, count in self.key_gradient_vectors():
+                self.flag_nonfinite(rows, count)
 
     def process_query_blocks(self) -> None:
-        """Process the selected blocks of queries against the split's keys."""
+        """Process the selected blocks against the split's keys, and store the split's terms of dQ."""
+        builder, width = self.builder, self.spec.d_k
         with self.loop_blocks(is_new=True):
             pass
-        with self.builder.if_else(self.find_tile(self.first_tile) < self.last_tile) as (yes, no):
+        with builder.if_else(self.find_tile(self.first_tile) < self.last_tile) as (yes, no):
             with yes:
                 with self.loop_blocks(stores=True):
                     self.prepare_block()
                 with self.loop_shared_tiles(self.first_tile, self.last_tile, (self.key, self.value)) as j0:
                     self.process_tile(j0)
                 with self.loop_blocks():
-                    self.store_query_gradients()
-            with no, self.loop_blocks():
-                self.clear_query_gradients()
+                    self.flag_nonfinite(self.dq_t, width * len(self.vectors))
+                    self.store_transposed(
+                        self.dq_t, width, self.locate_query_gradients(), self.format.accumulator_format
+                    )
+            with no, self.loop_blocks(), builder.loop(0, self.num_valid * width) as at:
+                target = self.locate_query_gradients()
+                target.at(at * self.tiles.itemsize).store(builder.value(0.0, self.float))
 
     def prepare_block(self) -> None:
         """Copy a block's rows of Q and dO, as rows and transposed, and set the block's dQ to 0.
@@ -175,23 +181,11 @@ class Backward(SharedTiles, RecomputedWeights):
             else:
                 widen_row(tiles, self.format, row, row_target, width, step)
 
-    def store_query_gradients(self) -> None:
-        """Store the split's term of dQ by row."""
-        width = self.spec.d_k
-        self.flag_nonfinite(self.dq_t, width * len(self.vectors))
-        self.store_transposed(self.dq_t, width, self.locate_query_gradients(), self.format.accumulator_format)
-
     def locate_query_gradients(self) -> Value:
         """Return the address of the block's first row in the split's term of dQ."""
         args = self.args
         rows = args.batches * args.H * args.n
         return args.d_query.at((self.split * rows + self.row) * (self.spec.d_k * self.tiles.itemsize))
-
-    def clear_query_gradients(self) -> None:
-        """Set the split's term of dQ to 0, for a block of queries that sees no key of the split."""
-        builder, target = self.builder, self.locate_query_gradients()
-        with builder.loop(0, self.num_valid * self.spec.d_k) as at:
-            target.at(at * self.tiles.itemsize).store(builder.value(0.0, self.float))
 
     def clear_key_gradients(self) -> None:
         builder = self.builder
@@ -208,10 +202,6 @@ class Backward(SharedTiles, RecomputedWeights):
             nonfinite.set(nonfinite.get() + (entry - entry))  # the difference is 0 if the entry is finite, else NaN
         with builder.if_then((nonfinite.get() != 0.0).any()):
             self.args.nonfinite_flag.store(builder.value(1, INT64))
-
-    def flag_nonfinite_key_gradients(self) -> None:
-        for rows, count in self.key_gradient_vectors():
-            self.flag_nonfinite(rows, count)
 
     def key_gradient_vectors(self) -> Iterator[tuple[Value, Value]]:
         """Yield two pairs, first for dK and then for dV: the address of the split's first row, and a number of vectors.

@@ -112,16 +112,6 @@ class CellSums(StatisticCode):
         """Return the address of vector v of column c. The address of its error is `row_bytes` higher."""
         return self.tiles.at(self.cells, (c - self.first_column.get()) * 2, v)
 
-    def row_edge(self, r: Value) -> Value:
-        """Return the first query of row r of the cells."""
-        args = self.args
-        return args.first_query + r * (args.last_query - args.first_query) // args.rows
-
-    def column_edge(self, c: Value) -> Value:
-        """Return the first key of column c of the cells."""
-        args = self.args
-        return args.first_key + c * (args.last_key - args.first_key) // args.columns
-
     def column_of(self, j: Value) -> Value:
         args = self.args
         return ((j - args.first_key + 1) * args.columns - 1) // (args.last_key - args.first_key)
@@ -156,7 +146,8 @@ class CellSums(StatisticCode):
         column = Variable(builder, INT64, self.column_of(at.get()))
         with builder.infinite_loop() as break_if:
             break_if(at.get() >= stop)
-            end = builder.minimum(self.column_edge(column.get() + 1), stop)
+            next_column = (column.get() + 1) * (args.last_key - args.first_key) // args.columns
+            end = builder.minimum(args.first_key + next_column, stop)
             self.totals = tiles.variables(self.role.hidden)
             with builder.loop(at.get() - j0, end - j0) as key:
                 yield key
@@ -186,7 +177,8 @@ class CellSums(StatisticCode):
         (output,) = self.outputs
         with builder.infinite_loop() as break_if:
             break_if(lane.get() >= last)
-            end = builder.minimum(self.row_edge(row.get() + 1) - kernel.i0, last)
+            next_row = (row.get() + 1) * (args.last_query - args.first_query) // args.rows
+            end = builder.minimum(args.first_query + next_row - kernel.i0, last)
             inside = []
             for v in self.vectors:
                 lanes = builder.arange(kernel.lanes, integer) + v * kernel.lanes

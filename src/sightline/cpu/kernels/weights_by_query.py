@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..codegen.builder import Variable
-from ..codegen.values import INT64, Value, integer, vector
+from ..codegen.values import BOOL, INT64, Value, integer, vector
 from .kernel_spec import KEY_BLOCK
 from .tile_functions import needs_entries
 from .weights_pass import StatisticCode
@@ -169,7 +169,9 @@ class TopKCode(StatisticCode):
         remaining = Variable(builder, INT64, candidates.bitcast(integer(tiles.lanes)).zero_extend(INT64))
         with builder.infinite_loop() as break_if:
             break_if(remaining.get() == 0)
-            lane = remaining.get().trailing_zeros()
+            lane = builder.call(
+                "llvm.cttz.i64", INT64, remaining.get(), builder.value(1, BOOL)
+            )  # the lowest bit that is 1
             count_address = self.key_address(0, v, self.pending_counts).at(lane * size)
             count = count_address.load(self.integer)
             position = count.to(INT64)
