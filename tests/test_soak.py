@@ -76,7 +76,9 @@ def resident():
 
 
 @linux
-@pytest.mark.parametrize(("count", "formulas", "rounds"), [(8, 2, 1), pytest.param(999, 12, 9, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("count", "formulas", "rounds"), [(8, 2, 1), pytest.param(1000, 12, 10, marks=pytest.mark.soak)]
+)
 def test_a_crowd_of_threads(count, formulas, rounds, monkeypatch):
     """Problems from eight threads evict kernels. Each result is that of one thread. Memory grows by at most a tenth."""
     monkeypatch.setattr(compile, "MAX_KERNELS_IN_MEMORY", 64)

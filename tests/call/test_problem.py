@@ -80,7 +80,7 @@ REFUSED = {
     "byte order": (lambda: make(*[X.astype(X.dtype.newbyteorder())] * 3), DtypeError, "query has dtype", "cast"),
     "a masked array": (lambda: make(np.ma.masked_array(X, X > 0)), DtypeError, "masked", "mask="),
     "a sparse tensor": (lambda: make(T.to_sparse(), T, T), DtypeError, "sparse", "to_dense"),
-    "two dtypes": (lambda: make(key=X.astype(np.float64)), DtypeError, "query: float32, key: float64", "cast key"),
+    "dtypes": (lambda: make(key=X.astype(float)), DtypeError, "query: float32, key: float64", "cast key and value"),
     "two frameworks": (lambda: make(key=T), DeviceError, "query: numpy, key: torch", "convert"),
     "two devices": (lambda: make(T, META, T), DeviceError, "query: cpu, key: meta", "one device"),
     "one axis": (lambda: make(X[0, 0, 0]), ShapeError, "fewer than two axes", "query (3,)"),

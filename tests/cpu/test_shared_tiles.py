@@ -63,7 +63,7 @@ def test_outputs_and_gradients(formula, layout, machine, monkeypatch):
     monkeypatch.setenv(CPU_VARIABLE, machine)
     for dtype in (np.float32, np.float16):
         assert_conforms(Cpu().run, make_problem(*draw(layout, dtype), **FORMULAS[formula]))
-    monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # one split, of which a block needs some tiles
+    monkeypatch.setattr(launch_backward, "TARGET_ITEMS", 1)  # there is one split, and a block needs some of its tiles
     case = Case(*draw(layout), FORMULAS[formula])
     check_gradients(case, differentiate=partial(by_cpu, answer=Cpu().run(case.make_problem())))
 

@@ -117,7 +117,7 @@ def test_a_formula_alone_takes_the_leading_axes_for_the_batch(rng):
 
 
 def test_no_array_is_taken_for_one_that_was_freed(arrays):
-    """Tables are known by their ids. A table that is freed during a call could give its id to the next one."""
+    """A call looks tables up by their ids. If it freed a table, the next table could have the same id."""
     mask = np.ones((2, 1, 1, N, M), bool)
     for _ in range(60):
         _, (mass,) = sightline.attention(*arrays, mask=mask, see=[sightline.mass(~mask)])

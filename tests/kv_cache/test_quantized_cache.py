@@ -251,7 +251,7 @@ def test_the_last_positions(rng):
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_a_decoding_loop(rng, kind, monkeypatch):
-    """An append is bound once for each capacity: 1, 2, 4, ... and 256 rows."""
+    """Only an append that follows a growth of the storage, to 1, 2, 4, ... or 256 rows, is bound anew."""
     call_cache.clear()
     bound, make_function = [], quantize.KERNEL_FUNCTION
     monkeypatch.setattr(quantize, "KERNEL_FUNCTION", lambda address: bound.append(1) or make_function(address))

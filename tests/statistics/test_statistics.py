@@ -599,7 +599,7 @@ ERRORS = {
     "a mean of places": (lambda: sightline.top_k(2).mean("heads"), ParameterError, "which finds positions"),
     "a list of rows": (lambda: sightline.weighted_sum([1.0]), DtypeError, "weighted_sum(x) is a list", "numpy.asarray"),
     "rows of integers": (lambda: sightline.weighted_sum(np.ones((4, 1), int)), DtypeError, "dtype int64", "cast"),
-    "rows for others": (lambda: attend(sightline.weighted_sum(X[0, 0, :3])), ShapeError, "m = 4 keys, G = 2 key heads"),
+    "rows": (lambda: attend(sightline.weighted_sum(X[0, 0, :3])), ShapeError, "(3, 3)", "m = 4 keys, G = 2 key heads"),
     "a small table": (lambda: attend(sightline.sum(p * table([1.0])[i], over=j).rows([0])), TableError, "from 0 to 3"),
 }
 

@@ -198,6 +198,7 @@ def _dispatch(query: Any, key: Any, value: Any, options: Options, request: Reque
     library, is_eager = arrays.framework(query), not arrays.is_compiling()
     see = options.see if is_eager and isinstance(options.see, list | tuple) else ()
     is_separate = any(isinstance(one, Statistic) and one.computed.has_own_problem for one in see)
+    # results of a query without a batch axis have no batch axis; on a GPU, the output alone may need another kernel
     if is_separate and query.ndim > 2 and call_cache.LOOKUP.read_arrays(query) and arrays.device(query) == "cpu":
         return _dispatch_separately(query, key, value, options)
     if library is arrays.TORCH:
@@ -228,13 +229,14 @@ def _dispatch(query: Any, key: Any, value: Any, options: Options, request: Reque
 
 
 def _dispatch_separately(query: Any, key: Any, value: Any, options: Options) -> Any:
-    """Do what `attend` does by a cached call for each statistic with its own problem, and a call for all else."""
-    seed = 0 if options.seed is None else options.seed
-    problem = validate(parse(query, *unpack_cache(query, key, value, options.replace(seed=seed)), warns=False))
+    """Do what `attend` does. One call computes each statistic with its own problem, and one call all other results."""
+    valid_seed = 0 if options.seed is None else options.seed
+    problem = validate(parse(query, *unpack_cache(query, key, value, options.replace(seed=valid_seed)), warns=False))
 
     def run(part: Problem) -> Result:
-        read, seed = (part.mask, part.score, part.see, part.scale, part.sinks), options.seed if part.dropout else None
-        own = Options(*read, part.dropout, seed, part.kernel, part.threads, row_formats=part.row_formats)
+        given = part.mask, part.score, part.see, part.scale, part.sinks, part.dropout
+        seed = options.seed if part.dropout else None
+        own = Options(*given, seed, part.kernel, part.threads, row_formats=part.row_formats)
         output, seen = _attend_to_arrays(part.query, part.key, part.value, own)
         return Result(output, None, seen)
 

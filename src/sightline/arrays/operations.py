@@ -93,7 +93,7 @@ class Framework:
         return partial(np.empty, shape, dtype)
 
     def count_write(self, array: Any) -> None:
-        """Count a write by generated code, of which the array's library knows nothing. Only torch counts writes."""
+        """Tell the array's library that generated code has written to the array. Only torch counts writes."""
 
     def finish_lse(self, lse: Any, output: Any) -> Any:
         """Return lse, which is float64, as users receive it: float64 if the output is float64, else float32."""

@@ -146,7 +146,7 @@ def check_memory(name: str, array: Any) -> None:
             return
     what = f"{name} of shape {tuple(array.shape)} has no memory"
     if torch._C._functorch.is_functorch_wrapped_tensor(array):
-        what += ", because the transform of torch.func that made it has ended"
+        what += ", because a transform of torch.func made it"
     elif array.is_meta:
         what += ", because it is a meta tensor"
     elif torch._is_functional_tensor(array):

@@ -102,11 +102,11 @@ class CallLookup:
         find_or_run(entries, structure, numbers, operand, ..., table, ...)
             →  (entry, results, layouts, address of operand, ..., address of table, ...), or the only result
 
-    `entries` is a dict of earlier calls: the call cache for forward passes, or the backward passes of one cached call.
-    Its keys are (layouts, structure). The attribute `prepared` of an entry is a `PreparedCall` or None. If that call is
-    direct, generated code runs it, and `results` is a tuple of its results. A single result of a direct call is
-    returned alone. If the call is not direct, `results` is None, and the caller runs the entry. If no entry has the
-    key, the entry is None. If only the full dispatch can read the arrays (see `arrays.layouts`), None is returned.
+    `entries` is a dict of earlier calls: the call cache for forward passes and appends, or the backward passes of one
+    cached call. Its keys are (layouts, structure). The attribute `prepared` of an entry is a `PreparedCall` or None. If
+    that call is direct, generated code runs it, and `results` is a tuple of its results. A single result of a direct
+    call is returned alone. If the call is not direct, `results` is None, and the caller runs the entry. If no entry has
+    the key, the entry is None. If only the full dispatch can read the arrays (see `arrays.layouts`), None is returned.
 
     find_or_run : this function
     tensors : how tensors of torch are read

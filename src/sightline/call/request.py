@@ -102,9 +102,10 @@ class Request(NamedTuple):
         return mask, score, *formulas_of(self.see)
 
 
-# requests without statistics, sinks and options, by (mask, score, `machine_setting`); their formulas read no table
+# The requests of calls without statistics, sinks, options and tables. A key is (mask, score, `machine_setting`).
 _plain_requests: dict[Any, Request] = {}
 MAX_PLAIN_REQUESTS = 256
+FORMULA = (type(None), Expression)  # the types of a mask or a score that is a formula or not given
 
 
 def make_tuple(kind: type[Named], *members: Any) -> Named:
@@ -123,12 +124,9 @@ def describe(query: Any, options: Options) -> Request | None:
     has_options = not (
         scale is seed is kernel is threads is row_formats is None and type(dropout) is float and dropout == 0
     )
-    key: tuple[Any, ...] = None, 0.0, None, None, setting, None, None  # of the options
+    key: tuple[Any, ...] = None, 0.0, None, None, setting, None, None  # `CallStructure.options`
     if see is None and not has_options:
-        are_formulas = (mask is None or isinstance(mask, Expression)) and (
-            score is None or isinstance(score, Expression)
-        )
-        if are_formulas and sinks is None:
+        if sinks is None and isinstance(mask, FORMULA) and isinstance(score, FORMULA):
             request = _plain_requests.get((mask, score, setting))
             if request is None:
                 request = _describe_formulas(key, mask, score, (), None, None)

@@ -96,8 +96,8 @@ def _merge_leading_axes(array: Any) -> Table:
 def align_batch_axes(formula: Expression, batch_shape: tuple[int, ...], tables: dict[int, Any]) -> Expression:
     """Return the formula with the leading axes of its dense arrays broadcast to the batch axes of a call.
 
-    `tables` maps the id of each table with leading axes to that table, which is so kept alive, and to the table that
-    replaces it. So formulas which share a table still share it.
+    `tables` maps the id of each table with leading axes to a pair: this table, and the table that replaces it. Formulas
+    that share a table so still share it. The pair keeps the table alive. Otherwise a new table could get its id.
 
     Raises
     ------

@@ -148,7 +148,7 @@ class Reduction(Statistic):
     # -- properties ---------------------------------------------------------------------------------------------------
     @cached_property
     def cache_key(self) -> tuple[Any, ...] | None:
-        of_formula = self.is_plain, self.fused_role  # what kernels depend on, besides the formula's structure
+        of_formula = self.is_plain, self.fused_role  # the two choose a kernel; the formula has its own place in the key
         return (Reduction, of_formula, *self.parameters[1:]) if isinstance(self.formula, Expression) else None
 
     @property

@@ -231,12 +231,12 @@ class Statistic:
     # -- parameters ---------------------------------------------------------------------------------------------------
     @property
     def parameters(self) -> list[Any]:
-        """The parameters in the order of the constructor."""
+        """The values of the parameters, in the order in which the constructor takes them."""
         return [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
 
     @cached_property
     def cache_key(self) -> tuple[Any, ...] | None:
-        """The class and the parameters without the formula, for the key of a cached call; None if never cached."""
+        """The class and the parameters without the formula. None if no call with this statistic is cached."""
         return (type(self), *self.parameters) if self.fused_role or self.k else None  # k is that of `top_k`
 
     def map_formulas(self, change: Callable[[Any], Any]) -> Self:

@@ -79,8 +79,8 @@ class OperandTile:
             self.rows, self.column_step = scratch, self.tiles.itemsize
             self.row_step = self.builder.value(self.row_bytes, INT64)
         elif scratch is not None:
-            self.copies = copies = serves_many  # of rows whose numbers are not adjacent, or that lie far apart
-            if self.has_unit_stride:
+            self.copies = copies = serves_many
+            if self.has_unit_stride:  # rows are copied only if they are at least twice their length apart
                 far = 2 * self.row_bytes
                 self.copies = copies = serves_many & ((self.row_stride >= far) | (self.row_stride <= -far))
             with self.builder.if_then(copies):

@@ -99,7 +99,7 @@ class Backward(SharedTiles, RecomputedWeights):
                 self.flag_nonfinite(rows, count)
 
     def process_query_blocks(self) -> None:
-        """Process the selected blocks against the split's keys, and store the split's terms of dQ."""
+        """Process the selected blocks of queries against the keys of the split, and store the split's part of dQ."""
         builder, width = self.builder, self.spec.d_k
         with self.loop_blocks(is_new=True):
             pass

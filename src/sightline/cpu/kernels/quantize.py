@@ -198,7 +198,7 @@ def quantize(arrays: Sequence[Any], storages: Sequence[Any], rows: Any, formats:
         specs = [QuantizeSpec(x, dtype_name(own[0]), own[0].itemsize == strides[k][-1]) for k, x in enumerate(formats)]
         address = HOST.kernel(repr(specs), QUANTIZE_KERNEL, lambda: write_quantize(specs, HOST.machine))
         words = [*itertools.chain(*strides), *own[0].shape[:3]]
-        # `address` keeps the code alive, and generated code reads `prepared`
+        # The code is freed together with `address`. The function `find_or_run` reads `prepared`.
         call = SimpleNamespace(prepared=None, words=words, function=KERNEL_FUNCTION(address), address=address)
         if found is not None:
             call_cache.store_call(call_cache.calls, (found[2], structure), call)

@@ -144,7 +144,7 @@ class Tangent(RecomputedWeights):
             self.key_tangent.multiply_rows(self.q_t, store if self.dq_t is None else self.add_to(self.d_t))
         self.write_by_mask(partial, functools.partial(self.differentiate, j0))
         p, d = (self.p_pairs, self.d_pairs) if self.paired else (self.s_t, self.d_t)
-        if any(role in self.spec.roles for role in ("query", "key", SCORE)):  # D is not 0
+        if any(role in self.spec.roles for role in ("query", "key", SCORE)):  # otherwise D is 0
             self.value.multiply_columns(d, self.add_to(self.t_t))
         if self.value_tangent is not None:
             self.value_tangent.multiply_columns(p, self.add_to(self.t_t))

@@ -169,9 +169,8 @@ class TopKCode(StatisticCode):
         remaining = Variable(builder, INT64, candidates.bitcast(integer(tiles.lanes)).zero_extend(INT64))
         with builder.infinite_loop() as break_if:
             break_if(remaining.get() == 0)
-            lane = builder.call(
-                "llvm.cttz.i64", INT64, remaining.get(), builder.value(1, BOOL)
-            )  # the lowest bit that is 1
+            is_nonzero = builder.value(1, BOOL)
+            lane = builder.call("llvm.cttz.i64", INT64, remaining.get(), is_nonzero)  # the index of the lowest set bit
             count_address = self.key_address(0, v, self.pending_counts).at(lane * size)
             count = count_address.load(self.integer)
             position = count.to(INT64)
